@@ -109,7 +109,7 @@ def test_metrics_tell_of_workers_and_transfers(llama_folder: Path) -> None:
         assert value("transfers_in_flight") == 0 and value("transfers_done_total") == 1
         size, seconds = value("transfer_bytes_total"), value("transfer_seconds_total")
         assert size == pair.counts.bytes > 0 and timeline.transfer > 0
-        # An answer can end before its transfer has been closed: all the time since its prompt was done is then its move.
+        # An answer can end before its transfer has been closed: all of the time since its prompt is then its move.
         assert timeline.transfer <= seconds or timeline.decode_queue == 0
         assert size == value("worker_sent_bytes_total", "prefill") == value("worker_received_bytes_total", "decode")
         assert size == value("transfer_size_bytes_sum") and value("transfer_time_seconds_count") == 1

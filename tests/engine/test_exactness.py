@@ -24,6 +24,7 @@ from twostroke.grammar.forced import BYTES
 from twostroke.ops.reference.backend import ReferenceOps
 from twostroke.sampling import Grammar
 from twostroke.schedule.policy import POLICIES
+from twostroke.schedule.together import Together
 from twostroke.types import RequestState
 
 
@@ -67,6 +68,7 @@ levers = st.fixed_dictionaries(
         "chunked_prefill": st.sampled_from([True, True, True, False]),
         "host_slots": st.sampled_from([0, 2, 30, 500]),  # evicted blocks that the host keeps
         "threads": st.sampled_from([1, 1, 2]),
+        "together": st.sampled_from([0.0, 0.0, 0.05, 1e9]),  # seconds for which answers wait for other prompts
         # lookup, none, an oracle: (most, share of errors), or a draft model that writes up to so many tokens
         "draft": st.sampled_from(["lookup", "off", (1, 0.0), (3, 0.3), (8, 0.0), (8, 0.2), (8, 0.9), 1, 5, 9]),
     }
@@ -145,13 +147,14 @@ def check_levers(model, many, lever):
     folder, extra, alone, *pair = model
     block = alone.llm.settings.layout.block_bytes
     offload = lever["host_slots"] * block if lever["prefix_cache"] else 0
-    given = {name: value for name, value in lever.items() if name not in ("host_slots", "draft")}
+    given = {name: value for name, value in lever.items() if name not in ("host_slots", "draft", "together")}
     draft = lever.get("draft", "lookup")
     speculate = draft if isinstance(draft, str) else "off"
     if isinstance(draft, int):
         given |= {"draft_model": str(pair[0]), "kv_blocks": 2 * given["kv_blocks"]}
         offload *= 2
     llm = LLM(folder, kv_offload=offload, speculate=speculate, **(BASE | given | extra))
+    llm.engine.core.scheduler.together = Together(lever["together"], within=1e9, many=1)
     if isinstance(draft, int):
         llm.engine.core.scheduler.drafter = RandomModelDrafter(draft)
     elif draft != speculate:
@@ -329,7 +332,7 @@ REAL = [  # a life with everything in it, short: a step of the real model takes 
     ids=["scarce", "static"],
 )
 def test_levers_do_not_change_a_token_of_the_quantized_default_model(quantized_model, lever):
-    check_levers(quantized_model, REAL, {"prefix_cache": True, "host_slots": 0} | lever)
+    check_levers(quantized_model, REAL, {"prefix_cache": True, "host_slots": 0, "together": 0.05} | lever)
 
 
 @pytest.mark.parametrize("kind", ["llama", "latent", "compressed"])

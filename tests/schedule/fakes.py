@@ -19,6 +19,7 @@ from twostroke.sampling import SamplingParams
 from twostroke.schedule.pace import Pace
 from twostroke.schedule.policy import POLICIES
 from twostroke.schedule.scheduler import Limits, Scheduler
+from twostroke.schedule.together import Together
 from twostroke.types import UNWRITTEN, FinishReason, Plan, Request, RequestState, Result, Status, Work, WorkKind
 
 SPOILT = (-1,)  # tokens that no request has
@@ -26,7 +27,7 @@ SPOILT = (-1,)  # tokens that no request has
 
 def make_scheduler(blocks, windows=(None,), max_batch_tokens=512, max_requests=64, chunked=True, static=False,
                    policy="fcfs", prefix_cache=True, max_length=4096, max_gap=1e9, host_slots=0,
-                   key_share=1.0, entry_tokens=(), draft_groups=0):  # fmt: skip
+                   key_share=1.0, entry_tokens=(), draft_groups=0, together=None):  # fmt: skip
     """A KV group for each window; entry_tokens: tokens that share an entry in each group (1 where not given).
     draft_groups: groups of a draft model beside them."""
     entry = KVEntry((KVPart("keys", 1, 64, "int8"),))
@@ -37,7 +38,7 @@ def make_scheduler(blocks, windows=(None,), max_batch_tokens=512, max_requests=6
     pool = BlockPool(blocks, prefix_cache, HostPool(host_slots) if host_slots else None)
     tables = KVTables(layout, pool, BlockHasher("fake", b"key"), max_requests, max_length)
     limits = Limits(max_batch_tokens, max_requests, chunked, static, key_share)
-    return Scheduler(tables, limits, POLICIES[policy], Pace(lambda start, count: float(count), max_gap))
+    return Scheduler(tables, limits, POLICIES[policy], Pace(lambda start, count: float(count), max_gap), together)
 
 
 class RandomDrafter:
@@ -89,6 +90,7 @@ class FakeEngine:
         self.requests: list[RequestState] = []
         self.in_flight: deque[Plan] = deque()
         self.ends: dict[int, int] = {}
+        self.told: dict[int, list[int]] = {}  # the tokens in the events of each request
         self.poisonous: Callable[[Work], bool] = lambda work: False
         self.failure_rate = 0.0
         self.stop_rate = 0.0
@@ -111,6 +113,7 @@ class FakeEngine:
             policy=rng.choice(list(POLICIES)), prefix_cache=rng.random() < 0.7, max_gap=rng.choice([1e9, 20.0]),
             host_slots=rng.choice([0, 1, 7, 40, 1000]), key_share=rng.choice([1.0, 0.75, 0.01]),
             entry_tokens=entry_tokens, draft_groups=draft_groups,
+            together=Together(rng.choice([0.0, 5.0, 40.0, 1e9]), rng.choice([0.5, 10.0, 1e9]), rng.choice([1, 2, 8])),
         )  # fmt: skip
         if draft_groups:
             scheduler.drafter = RandomModelDrafter(rng)
@@ -161,7 +164,7 @@ class FakeEngine:
             result = Result(tuple(self._sample(work) for work in plan.works))
             events = self.scheduler.commit(plan, result, self.now, seconds)
         for event in events:
-            self._count_end(event)
+            self._count(event)
 
     def _sample(self, work: Work) -> tuple[int, ...]:
         if not work.samples:
@@ -169,7 +172,9 @@ class FakeEngine:
         accepted = work.draft[: self.rng.randint(0, len(work.draft))]
         return (*accepted, -7 if self.rng.random() < self.stop_rate else self.rng.randint(0, 3))
 
-    def _count_end(self, event) -> None:
+    def _count(self, event) -> None:
+        assert event.request_id not in self.ends, "an event after the last one"
+        self.told.setdefault(event.request_id, []).extend(event.token_ids)
         if event.finish_reason is not None:
             self.ends[event.request_id] = self.ends.get(event.request_id, 0) + 1
 
@@ -290,7 +295,7 @@ class FakeEngine:
             event = self.scheduler.abort(rng.choice(self.requests[-30:]), self.now)
             if event is not None:
                 assert event.finish_reason is FinishReason.ABORT
-                self._count_end(event)
+                self._count(event)
         self.step()
 
     def finish_all(self, limit: int = 100_000) -> None:
@@ -300,5 +305,9 @@ class FakeEngine:
             self.step()
         assert self.scheduler.idle, "the scheduler makes no progress"
         assert all(self.ends.get(request.id) == 1 for request in self.requests), "not exactly one terminal event"
+        for request in self.requests:
+            assert self.told[request.id] == request.tokens[request.prompt_length :], "events lack a token"
+            times = request.timeline.token_times
+            assert times == sorted(times) and len(times) == request.output_length
         pool = self.scheduler.tables.pool
         assert pool.available == pool.total

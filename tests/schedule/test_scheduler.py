@@ -199,7 +199,7 @@ def test_whoever_was_admitted_on_a_promise_starts_again_when_it_is_broken():
     engine.scheduler.check()
     assert second.computed == 0
     engine.snapshots.clear()
-    engine._count_end(Event(first.id, (), first.finish_reason))
+    engine._count(Event(first.id, (), first.finish_reason))
     engine.finish_all()
 
 

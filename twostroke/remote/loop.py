@@ -80,6 +80,8 @@ class EngineLoop:
         """ConfigError: other engines cannot read its blocks, and must."""
         self.port = port
         self.core = engine.core
+        self.core.scheduler.together.coming = self._coming
+        self.inbox: list[ToEngine] = []  # messages that came while a step ran
         self.settings = engine.settings
         self.grammars = GrammarQueue(compiler_of(engine), port.wake)
         self.blocks = BlockExchange(engine.core, open_direct(engine.core, direct, port.wake))
@@ -105,7 +107,7 @@ class EngineLoop:
 
     def _turn(self) -> None:
         events: list[Event] = []
-        for message in self.port.receive(wait=self.core.idle or self._stalled):
+        for message in self._received():
             self.empty_steps = 0
             events += self._take(message)
         for request, error in self.grammars.take():
@@ -118,6 +120,16 @@ class EngineLoop:
         self._report(events)
         for part in self.blocks.parts():  # after the report: no token waits for it
             self.port.send(part)
+
+    def _received(self) -> list[ToEngine]:
+        messages, self.inbox = self.inbox, []
+        wait = not messages and (self.core.idle or self._stalled)
+        return [*messages, *self.port.receive(wait)]
+
+    def _coming(self) -> int:
+        """How many requests have arrived while the step ran that ends now."""
+        self.inbox += self.port.receive(wait=False)
+        return sum(len(message.runs) for message in self.inbox if isinstance(message, Orders))
 
     def _take(self, message: ToEngine) -> list[Event]:
         if isinstance(message, Orders):

@@ -12,6 +12,7 @@ from twostroke.model.arch import Arch
 from twostroke.schedule.pace import MIN_CHUNK, Pace
 from twostroke.schedule.policy import POLICIES
 from twostroke.schedule.scheduler import Limits, Scheduler
+from twostroke.schedule.together import LONGEST, Together
 
 if TYPE_CHECKING:  # settings stand above scheduling
     from twostroke.config import Resolved
@@ -33,6 +34,5 @@ def make_scheduler(arch: Arch, settings: Resolved, identity: str, key: bytes | N
     def flops(start: int, count: int) -> float:
         return float(arch.linear_flops(count, 1) + arch.attention_flops(start, count))
 
-    return Scheduler(
-        tables, limits, POLICIES[settings.policy], Pace(flops, settings.max_gap, MIN_CHUNK[settings.device])
-    )
+    pace = Pace(flops, settings.max_gap, MIN_CHUNK[settings.device])
+    return Scheduler(tables, limits, POLICIES[settings.policy], pace, Together(LONGEST[settings.device]))

@@ -26,10 +26,12 @@ class Planner:
         self.works: list[Work] = []
         self.streams: list[RequestState] = []  # running: at most their newest token is left to compute
         self.prompts: list[RequestState] = []  # running: more is left, or the whole of a prompt
+        together = scheduler.together
         for request in scheduler.running.values():
             start = request.computed + request.in_flight
             stream = start >= request.prompt_length and start >= len(request.tokens) - 1
-            (self.streams if stream else self.prompts).append(request)
+            if not (stream and together.reading and together.waits(request)):
+                (self.streams if stream else self.prompts).append(request)
         self.drafting = False  # whether streams may guess
         self.guesses: list[tuple[int, tuple[int, ...]]] = []  # of the work at this place; they have rows, but no blocks
         self.promised: list[int] = []  # blocks published before their content is there

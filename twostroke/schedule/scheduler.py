@@ -24,6 +24,7 @@ from twostroke.schedule.keys import Shares, Turns
 from twostroke.schedule.pace import MARGIN, Pace
 from twostroke.schedule.planner import WRITE, Planner
 from twostroke.schedule.policy import Policy
+from twostroke.schedule.together import Together, Untold
 from twostroke.types import (
     Details,
     Drafter,
@@ -39,7 +40,8 @@ from twostroke.types import (
 )
 
 WATERMARK = 0.01  # of the pool kept free at admission, so that streams can grow before a request is preempted
-FINISHED, VERIFY = Status.FINISHED, WorkKind.VERIFY  # looked up once: every work of every step needs them
+FINISHED = Status.FINISHED  # looked up once, as the next: every work of every step needs them
+READ, VERIFY = WorkKind.READ, WorkKind.VERIFY
 NOTHING = Details()
 
 
@@ -69,11 +71,12 @@ class Counters:
 
 
 class Scheduler:
-    def __init__(self, tables: KVTables, limits: Limits, policy: Policy, pace: Pace):
+    def __init__(self, tables: KVTables, limits: Limits, policy: Policy, pace: Pace, together: Together | None = None):
         self.tables = tables
         self.limits = limits
         self.policy = policy
         self.pace = pace
+        self.together = together or Together(0.0)
         self.drafter: Drafter | None = None  # proposes tokens that a step verifies
         self.forced: Callable[[RequestState], Sequence[int]] = lambda request: ()  # a grammar's tokens, for drafters
         self.draft_share: float | None = None  # weights of the draft model over the target's; None: there is none
@@ -122,18 +125,11 @@ class Scheduler:
     # ---- plan ------------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> Plan:
-        self.plans += 1
-        planner = Planner(self, now)
-        if self.suspects:
-            planner.add_suspect(self.suspects)
-        elif planner.waits():
-            return Plan(self.plans, ())
-        elif self.policy.prompts_first:
-            planner.add_prompts()
-            planner.add_streams()
-        else:
-            planner.add_streams()
-            planner.add_prompts()
+        self.together.before_plan(self, now)
+        planner = self._choose(now)
+        if self.together.reading and not planner.works:  # there is no room for the prompts that answers wait for
+            self.together.release()
+            planner = self._choose(now)
         if planner.guesses and add_guesses(planner):
             self.verifying = self.plans
         if planner.promised:
@@ -143,6 +139,22 @@ class Scheduler:
         host = self.tables.pool.host
         moves = host.take_moves() if host is not None and planner.works else ()  # an empty plan is not run
         return Plan(self.plans, tuple(planner.works), moves, tuple(planner.drafts))
+
+    def _choose(self, now: float) -> Planner:
+        """The works of the next plan."""
+        self.plans += 1
+        planner = Planner(self, now)
+        if self.suspects:
+            planner.add_suspect(self.suspects)
+        elif planner.waits():
+            pass
+        elif self.policy.prompts_first:
+            planner.add_prompts()
+            planner.add_streams()
+        else:
+            planner.add_streams()
+            planner.add_prompts()
+        return planner
 
     def waiting_in_order(self) -> list[RequestState]:
         if not self.policy.by_cached_prefix:
@@ -258,6 +270,7 @@ class Scheduler:
 
     def _restart(self, request: RequestState) -> None:
         request.lost = max(request.lost, request.computed)
+        self.together.let_go(request)
         del self.running[request.id]
         self.tables.close(request)
         request.computed = request.drafted = 0
@@ -281,13 +294,22 @@ class Scheduler:
         if self.drafter is not None:
             self.drafter.learn(done, result, seconds, seconds if elapsed is None else elapsed)
         self.counters.steps += 1
-        events, described, written = [], result.details, 0
+        together = self.together
+        events, begun = together.tell(now), list[Untold]()
+        described, written = result.details, 0
         for index, (work, tokens) in enumerate(zip(plan.works, result.tokens, strict=True)):
             found = described.get(index, NOTHING) if described else NOTHING
             event = self._commit_one(work, tokens, found, now, result.verified)
             if event is not None:
-                events.append(event)
+                if work.kind is READ and event.finish_reason is None and work.request.output_length == 1:
+                    begun.append(Untold(work.request, event))
+                elif event.request_id in together.kept:
+                    together.add(event)
+                else:
+                    events.append(event)
                 written += len(event.token_ids)
+        if begun or together.reading:
+            events += together.after_step(self, begun, now)
         self.counters.output_tokens += written
         for draft in plan.drafts:
             self._commit_draft(draft)
@@ -381,7 +403,8 @@ class Scheduler:
             self.drafter.forget(request)
         self._leave(request)
         facts = request.timeline.facts()
-        return Event(request.id, tokens, reason, details.logprobs[: len(tokens)], details.prompt_logprobs, error, facts)
+        scores = details.logprobs[: len(tokens)]
+        return self.together.last(Event(request.id, tokens, reason, scores, details.prompt_logprobs, error, facts))
 
     def _leave(self, request: RequestState) -> None:
         """Free a finished request's blocks, once no step in flight writes them any more."""

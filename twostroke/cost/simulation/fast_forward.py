@@ -59,7 +59,7 @@ class FastForward:
         """Resume the streams for which something happens in the next step, skip those for which nothing does."""
         for number in self.due.pop(len(self.ends), ()):
             self._resume(number)
-        if not self.allowed or not self._pool_has_room():
+        if not self.allowed or self.scheduler.together.reading or not self._pool_has_room():
             self.resume_all()
             return
         if not self.skipped:

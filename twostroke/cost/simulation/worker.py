@@ -163,7 +163,7 @@ class SimulatedWorker:
     def _look_ahead(self) -> DecodeRun | None:
         """The steps before the first in which a stream ends or a block is missing; None if there are too few."""
         scheduler = self.scheduler
-        if scheduler.waiting or scheduler.suspects or scheduler.leaving:
+        if scheduler.waiting or scheduler.suspects or scheduler.leaving or scheduler.together.reading:
             return None
         if not all(map(is_stream, scheduler.running.values())):
             return None
