@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 from twostroke.kv.lending import copied_out
 from twostroke.ops.interface import BLOCK
@@ -42,6 +42,21 @@ class Planner:
         self.tokens_left = scheduler.limits.max_batch_tokens
         self.seconds_left: float | None = None  # of prompt work; None: no stream is waiting for this step
         self.chunks = 0
+
+    def fill(self) -> Self:
+        """Works for streams and prompts, in the order of the policy."""
+        scheduler = self.scheduler
+        if scheduler.suspects:
+            self.add_suspect(scheduler.suspects)
+        elif self.waits():
+            pass
+        elif scheduler.policy.prompts_first:
+            self.add_prompts()
+            self.add_streams()
+        else:
+            self.add_streams()
+            self.add_prompts()
+        return self
 
     def waits(self) -> bool:
         """Whether nothing is planned now: guesses are being verified; or streams have a step in flight, and a draft

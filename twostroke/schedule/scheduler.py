@@ -125,11 +125,12 @@ class Scheduler:
     # ---- plan ------------------------------------------------------------------------------------------------------
 
     def plan(self, now: float) -> Plan:
+        self.plans += 1
         self.together.before_plan(self, now)
-        planner = self._choose(now)
+        planner = Planner(self, now).fill()
         if self.together.reading and not planner.works:  # there is no room for the prompts that answers wait for
             self.together.release()
-            planner = self._choose(now)
+            planner = Planner(self, now).fill()
         if planner.guesses and add_guesses(planner):
             self.verifying = self.plans
         if planner.promised:
@@ -139,22 +140,6 @@ class Scheduler:
         host = self.tables.pool.host
         moves = host.take_moves() if host is not None and planner.works else ()  # an empty plan is not run
         return Plan(self.plans, tuple(planner.works), moves, tuple(planner.drafts))
-
-    def _choose(self, now: float) -> Planner:
-        """The works of the next plan."""
-        self.plans += 1
-        planner = Planner(self, now)
-        if self.suspects:
-            planner.add_suspect(self.suspects)
-        elif planner.waits():
-            pass
-        elif self.policy.prompts_first:
-            planner.add_prompts()
-            planner.add_streams()
-        else:
-            planner.add_streams()
-            planner.add_prompts()
-        return planner
 
     def waiting_in_order(self) -> list[RequestState]:
         if not self.policy.by_cached_prefix:
