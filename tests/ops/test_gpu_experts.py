@@ -11,9 +11,10 @@ from twostroke.record import replace
 pytest.importorskip("triton")
 
 from tests.ops.test_triton import DEVICE, ON_CARD, REFERENCE, close, pytestmark  # noqa: F401
-from twostroke.ops.cuda.backend import CudaOps
+from twostroke.ops.cuda.backend import SOME_OF_EXPERTS, CudaOps
 from twostroke.ops.cuda.exact import ExactCudaOps
 from twostroke.ops.cuda.kernels.experts import route
+from twostroke.ops.cuda.kernels.grouping import FEW_PAIRS, group
 from twostroke.ops.cuda.kernels.quantized import as_float
 from twostroke.ops.cuda.weights import FloatMatrix
 from twostroke.ops.formats import Stored, from_float
@@ -86,9 +87,12 @@ def test_experts_of_few_bits(quantize: str, rows: int, monkeypatch: pytest.Monke
     close(ops.experts(x.to(DEVICE), norm, experts), expected, 1e-5)
 
 
-# Rows are programs of their own: the last number of rows that has this path once, and another format with two.
+# Up to eight rows are programs of their own; then they are grouped by expert.
+CASES = ((None, 8), ("fp8", 2), (None, 23), ("fp8", 9), ("int8", 64))
+
+
 @pytest.mark.parametrize(
-    ("quantize", "rows"), [(None, 1), *(pytest.param(q, r, marks=slow_here) for q, r in ((None, 8), ("fp8", 2)))]
+    ("quantize", "rows"), [(None, 1), (None, 9), *(pytest.param(q, r, marks=slow_here) for q, r in CASES)]
 )
 def test_the_expert_that_every_row_takes(quantize: str | None, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is as wide as three others, whose kernels compute it in parts; all is added to x in place."""
@@ -110,12 +114,13 @@ def test_the_expert_that_every_row_takes(quantize: str | None, rows: int, monkey
 
 
 def test_an_expert_of_another_width_is_left_alone() -> None:
-    """So are rows that are grouped by expert, and an engine with one order of additions."""
+    """So are many rows, and an engine with one order of additions."""
     ops, rng = CudaOps(torch.float32, DEVICE), np.random.default_rng(3)
     made = make(ops, ROUTINGS["softmax"])
     odd = ops.pack([random_matrix(rng, 2 * 56, HIDDEN)]), ops.pack([random_matrix(rng, HIDDEN, 56)])
     assert ops.add_experts(rows_of(1).to(DEVICE), *made, odd) is None
-    assert ops.add_experts(rows_of(9).to(DEVICE), *made, None) is None
+    assert ops.add_experts(rows_of(9).to(DEVICE), *made, odd) is None
+    assert ops.add_experts(rows_of(SOME_OF_EXPERTS + 1).to(DEVICE), *made, None) is None
     assert ExactCudaOps(torch.float32, DEVICE).add_experts(rows_of(1).to(DEVICE), *made, None) is None
 
 
@@ -178,6 +183,17 @@ def test_a_clamped_gate_before_a_product(quantize: str | None, rows: int) -> Non
         if ON_CARD and quantize is not None and kind is ExactCudaOps:
             limit = 4e-3  # its weights are rounded to bfloat16
         close(ops.linear(x.to(DEVICE), weight, before=gate), expected, limit)
+
+
+@pytest.mark.parametrize("pairs", [1, 33, FEW_PAIRS, FEW_PAIRS + 1])
+def test_pairs_in_the_order_of_their_experts(pairs: int) -> None:
+    """One program for few pairs, several for more."""
+    ids = torch.randint(0, 7, (pairs, 1), generator=torch.Generator().manual_seed(pairs), dtype=torch.int32)
+    found = group(ids.to(DEVICE), 9)
+    assert found.counts.tolist() == torch.bincount(ids[:, 0], minlength=9).tolist()
+    assert sorted(found.order.flatten().tolist()) == list(range(pairs))
+    ordered = ids[found.order.flatten().cpu().long(), 0]
+    assert torch.equal(ordered, ordered.sort().values)
 
 
 def test_scores_of_softplus_far_from_zero() -> None:

@@ -63,6 +63,7 @@ WIDE_ROWS = 2048  # rows of a wide product made at a time
 FEW_ROWS = 32  # that our product with float weights multiplies faster than the library
 FETCHED = 512  # bytes of each row of weights that a product of few rows asks for while its norm or gate is computed
 FEW_OF_EXPERTS = 8  # rows of which each reads its experts by itself
+SOME_OF_EXPERTS = 64  # rows up to which the expert that every row takes is read beside the others, in parts
 FEW_STREAMS = 8  # of latent attention, whose products read each head's matrix for each of them
 SOME = 256  # rows from which on a decoded copy of a matrix of few bits pays
 AnyAttention = Attention | LatentAttention | CompressedAttention
@@ -161,30 +162,49 @@ class CudaOps(Ops):
             return found
         normed = self.norm(x, norm)
         laid = self._laid(experts)
-        logits = torch.empty(x.shape[0], experts.routing.experts, dtype=torch.float32, device=x.device)
-        exact_product(normed, laid.router.weight, logits, False)
+        logits = self._router_logits(normed, laid.router.weight)
         ids, weights = route(logits, laid.router.bias, experts.correction, experts.routing, experts.table, tokens)
         return grouped_experts(normed, ids, weights, laid.gate_up, laid.down, ACTIVATIONS[experts.gate.activation])
 
     def add_experts(
         self, x: Tensor, norm: Norm, experts: ExpertSet, shared: tuple[CudaWeight, CudaWeight] | None
     ) -> Tensor | None:
-        if not self._alone(x) or not x.is_contiguous() or experts.table is not None:
+        if self.one_order or len(x) > SOME_OF_EXPERTS or not x.is_contiguous() or experts.table is not None:
             return None
-        return self._few_rows_experts(x, norm, experts, None if shared is None else SharedWeights(*shared), x)
+        given = None if shared is None else SharedWeights(*shared)
+        if self._alone(x):
+            return self._few_rows_experts(x, norm, experts, given, x)
+        laid = self.laid_few(experts, given)
+        if laid is None:
+            return None
+        normed = self.norm(x, norm)
+        logits = self._router_logits(normed, laid.router)
+        ids, weights = route(logits, laid.bias, laid.correction, laid.routing, parts=laid.parts)
+        return grouped_experts(
+            normed, ids, weights, laid.gate_up, laid.down, laid.activation, shared=laid.shared, out=x
+        )  # fmt: skip
 
     def _alone(self, x: Tensor) -> bool:
         """Whether each row reads its experts by itself."""
         return x.shape[0] <= FEW_OF_EXPERTS and not self.one_order
 
+    def _router_logits(self, normed: Tensor, router: Tensor) -> Tensor:
+        logits = torch.empty(len(normed), router.shape[0], dtype=torch.float32, device=normed.device)
+        exact_product(normed, router, logits, False)
+        return logits
+
+    def laid_few(self, experts: ExpertSet, shared: SharedWeights | None) -> FewExperts | None:
+        """None as in lay_few."""
+        key = experts, shared is not None
+        if key not in self._few_experts:
+            self._few_experts[key] = lay_few(experts, shared)
+        return self._few_experts[key]
+
     def _few_rows_experts(
         self, x: Tensor, norm: Norm, experts: ExpertSet, shared: SharedWeights | None, out: Tensor | None,
         tokens: Tensor | None = None,
     ) -> Tensor | None:  # fmt: skip
-        key = experts, shared is not None
-        if key not in self._few_experts:
-            self._few_experts[key] = lay_few(experts, shared)
-        laid, narrow = self._few_experts[key], self._narrow(norm)
+        laid, narrow = self.laid_few(experts, shared), self._narrow(norm)
         if laid is None:
             return None
         return few_rows_experts(x, narrow.weight, narrow.eps, laid, tokens, self._done, out)

@@ -18,16 +18,17 @@ from twostroke.model.latent import Latent
 from twostroke.model.layers import Dense, Experts, Grouped, Layer, PackedProduct
 from twostroke.model.transformer import Transformer
 from twostroke.ops.compressed_interface import CompressedAttention, CompressedRows
-from twostroke.ops.cuda.backend import FEW_OF_EXPERTS, SOME, AnyAttention, CudaOps
+from twostroke.ops.cuda.backend import FEW_OF_EXPERTS, SOME, SOME_OF_EXPERTS, AnyAttention, CudaOps
 from twostroke.ops.cuda.compressed import compressors_of
 from twostroke.ops.cuda.cuts import Cut, DeviceBatch
 from twostroke.ops.cuda.kernels.dense import UNIT, sdpa
 from twostroke.ops.cuda.kernels.grouped import TILE_BORDERS
+from twostroke.ops.cuda.kernels.grouping import FEW_PAIRS
 from twostroke.ops.cuda.kernels.launch import INTERPRETED, hash_functions
 from twostroke.ops.cuda.kernels.prefill import prefill_attention
 from twostroke.ops.cuda.kernels.rope import rotate_and_store
 from twostroke.ops.cuda.kernels.sample import Filters, resolve_tokens, sample
-from twostroke.ops.cuda.weights import FloatMatrix, shape_of
+from twostroke.ops.cuda.weights import FloatMatrix, SharedWeights, shape_of
 from twostroke.ops.interface import BLOCK, Attention, Gate, GroupBlocks, KVLayer, LatentAttention
 from twostroke.ops.streams import collapse, collapse_last, expand
 from twostroke.record import replace
@@ -282,7 +283,10 @@ def product_tasks(model: Transformer, layer: Layer, product: PackedProduct, rows
 def expert_tasks(model: Transformer, feed: Experts, most: int) -> list[Task]:
     """One step for each way of multiplying experts."""
     ops, routing = cuda_ops(model), feed.experts.routing
-    each = [1, FEW_OF_EXPERTS + 1, *(rows * routing.experts // routing.chosen + 1 for rows in TILE_BORDERS)]
+    laid = ops.laid_few(feed.experts, None if feed.shared is None else SharedWeights(*feed.shared))
+    each = {1, FEW_OF_EXPERTS + 1, SOME_OF_EXPERTS + 1, FEW_PAIRS // routing.chosen + 1}
+    for parts in (0, 0 if laid is None else laid.parts):
+        each |= {rows * (routing.experts + parts) // (routing.chosen + parts) + 1 for rows in TILE_BORDERS}
 
     def run(rows: int) -> None:
         x = rows_for(model, model.arch.hidden, rows)
@@ -290,7 +294,7 @@ def expert_tasks(model: Transformer, feed: Experts, most: int) -> list[Task]:
             tokens = torch.zeros(rows, dtype=torch.int32, device=ops.device)
             ops.experts(x, feed.norm, feed.experts, tokens)
 
-    return [partial(run, rows) for rows in each if rows <= max(most, 1)]
+    return [partial(run, rows) for rows in sorted(each) if rows <= max(most, 1)]
 
 
 def rows_for(model: Transformer, width: int, rows: int) -> torch.Tensor:

@@ -111,7 +111,7 @@ def route_kernel(
     logits_ptr, bias_ptr, correction_ptr, table_ptr, tokens_ptr, ids_ptr, weights_ptr, factor,
     EXPERTS: tl.constexpr, GROUPS: tl.constexpr, G: tl.constexpr, S: tl.constexpr, KEPT: tl.constexpr,
     BEST: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_2: tl.constexpr, SCORES: tl.constexpr, NORMALISED: tl.constexpr,
-    BIASED: tl.constexpr, CORRECTED: tl.constexpr, PDL: tl.constexpr,
+    BIASED: tl.constexpr, CORRECTED: tl.constexpr, PARTS: tl.constexpr, PARTS_2: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program chooses for one row. table_ptr: the experts of each token, or None."""
     row = tl.program_id(0).to(tl.int64)
@@ -122,9 +122,22 @@ def route_kernel(
         logits_ptr + row * EXPERTS, bias_ptr, correction_ptr, table_ptr, tokens_ptr, row, factor, EXPERTS, GROUPS, G, S,
         KEPT, BEST, CHOSEN, CHOSEN_2, SCORES, NORMALISED, BIASED, CORRECTED,
     )  # fmt: skip
-    places = tl.arange(0, CHOSEN_2)
-    tl.store(ids_ptr + row * CHOSEN + places, ids, mask=places < CHOSEN)
-    tl.store(weights_ptr + row * CHOSEN + places, weights, mask=places < CHOSEN)
+    store_choice(ids, weights, ids_ptr, weights_ptr, row, EXPERTS, CHOSEN, CHOSEN_2, PARTS, PARTS_2)
+
+
+@triton.jit
+def store_choice(
+    ids, weights, ids_ptr, weights_ptr, row, EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, CHOSEN_2: tl.constexpr,
+    PARTS: tl.constexpr, PARTS_2: tl.constexpr,
+):  # fmt: skip
+    """A row's list: first the parts of the expert that every row takes, which count 1, then what it chose."""
+    places, first = tl.arange(0, CHOSEN_2), row * (PARTS + CHOSEN)
+    tl.store(ids_ptr + first + PARTS + places, ids, mask=places < CHOSEN)
+    tl.store(weights_ptr + first + PARTS + places, weights, mask=places < CHOSEN)
+    if PARTS > 0:
+        part = tl.arange(0, PARTS_2)
+        tl.store(ids_ptr + first + part, EXPERTS + part, mask=part < PARTS)
+        tl.store(weights_ptr + first + part, part * 0.0 + 1.0, mask=part < PARTS)
 
 
 def routing_constants(routing: Routing, bias: Tensor | None, correction: Tensor | None) -> dict[str, object]:
@@ -140,16 +153,18 @@ def routing_constants(routing: Routing, bias: Tensor | None, correction: Tensor 
 
 def route(
     logits: Tensor, bias: Tensor | None, correction: Tensor | None, routing: Routing, table: Tensor | None = None,
-    tokens: Tensor | None = None,
+    tokens: Tensor | None = None, parts: int = 0,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """logits (T, experts) float32 -> the chosen experts (T, chosen) int32 and their weights float32, the best first.
-    table (vocab, chosen), tokens (T,): experts that a table chooses."""
-    rows = logits.shape[0]
-    ids = torch.empty(rows, routing.chosen, dtype=torch.int32, device=logits.device)
-    weights = torch.empty(rows, routing.chosen, dtype=torch.float32, device=logits.device)
+    """logits (T, experts) float32 -> the chosen experts (T, parts + chosen) int32 and their weights float32, the best
+    first. table (vocab, chosen), tokens (T,): experts that a table chooses. parts: of the expert that every row takes;
+    they come before the others."""
+    rows, pairs = logits.shape[0], parts + routing.chosen
+    ids = torch.empty(rows, pairs, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(rows, pairs, dtype=torch.float32, device=logits.device)
     route_kernel[(rows,)](
         logits, logits if bias is None else bias, logits if correction is None else correction, table, tokens,
-        ids, weights, routing.factor, **routing_constants(routing, bias, correction), PDL=PDL, num_warps=4, **EARLY,
+        ids, weights, routing.factor, **routing_constants(routing, bias, correction), PARTS=parts,
+        PARTS_2=triton.next_power_of_2(max(1, parts)), PDL=PDL, num_warps=4, **EARLY,
     )  # fmt: skip
     return ids, weights
 

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twostroke.ops.cuda.kernels.experts import ExpertMatrices, choice, routing_constants
+from twostroke.ops.cuda.kernels.experts import ExpertMatrices, choice, routing_constants, store_choice
 from twostroke.ops.cuda.kernels.few_codes import GATE, down_codes_kernel, down_form, gate_codes_kernel
 from twostroke.ops.cuda.kernels.launch import (
     EARLY,
@@ -67,13 +67,7 @@ def router_kernel(
         logits_ptr + row * EXPERTS, bias_ptr, correction_ptr, table_ptr, tokens_ptr, row, factor, EXPERTS, GROUPS, G, S,
         KEPT, BEST, CHOSEN, CHOSEN_2, SCORES, NORMALISED, BIASED, CORRECTED,
     )  # fmt: skip
-    places, first = tl.arange(0, CHOSEN_2), row * (PARTS + CHOSEN)
-    tl.store(ids_ptr + first + PARTS + places, ids, mask=places < CHOSEN)
-    tl.store(weights_ptr + first + PARTS + places, weights, mask=places < CHOSEN)
-    if PARTS > 0:
-        part = tl.arange(0, PARTS_2)
-        tl.store(ids_ptr + first + part, EXPERTS + part, mask=part < PARTS)
-        tl.store(weights_ptr + first + part, part * 0.0 + 1.0, mask=part < PARTS)
+    store_choice(ids, weights, ids_ptr, weights_ptr, row, EXPERTS, CHOSEN, CHOSEN_2, PARTS, PARTS_2)
 
 
 @triton.jit

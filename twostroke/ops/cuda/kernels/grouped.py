@@ -33,8 +33,9 @@ def grouped_gate_kernel(
     EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, CHOSEN: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
     FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, WEIGHTS_FIRST: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
+    SHARED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
-    """out (pairs in order, WIDTH) = activation(gate) · up."""
+    """out (pairs in order, WIDTH) = activation(gate) · up. The last PARTS matrices are parts of one of width SHARED."""
     expert, first, end = tile_of(counts_ptr, tl.program_id(1), EXPERTS, EXPERTS_2, BLOCK_M)
     if expert >= EXPERTS:
         return
@@ -48,7 +49,10 @@ def grouped_gate_kernel(
     scales = scales_ptr + tl.load(scale_places_ptr + expert)
     there = n < WIDTH
     gates = base + tl.where(n < WIDTH, n, 0).to(tl.int64) * K
-    ups = gates + WIDTH * K
+    between = WIDTH  # rows from gate to up
+    if PARTS > 0:
+        between = tl.where(expert < EXPERTS - PARTS, WIDTH // 16, SHARED // 16) * 16
+    ups = gates + between * K
     x_rows = x_ptr + row.to(tl.int64) * K
     if WEIGHTS_FIRST:
         gate, up = tl.zeros((BLOCK_N, BLOCK_M), tl.float32), tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -66,7 +70,7 @@ def grouped_gate_kernel(
             u = tl.load(ups[:, None] + here[None, :], mask=(here < K)[None, :], other=0.0)
         if FORMAT > 0:
             g = as_weights(g, scales, n, there, FORMAT).to(x.dtype)
-            u = as_weights(u, scales, WIDTH + n, there, FORMAT).to(x.dtype)
+            u = as_weights(u, scales, between + n, there, FORMAT).to(x.dtype)
         if WEIGHTS_FIRST:
             gate = tl.dot(g, tl.trans(x), gate, input_precision=PRECISION)
             up = tl.dot(u, tl.trans(x), up, input_precision=PRECISION)
@@ -93,7 +97,7 @@ def grouped_down_kernel(
     EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, K: tl.constexpr, N: tl.constexpr, FORMAT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTS_FIRST: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     """out (pairs, N), each pair at its own number."""
     expert, first, end = tile_of(counts_ptr, tl.program_id(1), EXPERTS, EXPERTS_2, BLOCK_M)
@@ -106,7 +110,10 @@ def grouped_down_kernel(
     k = tl.arange(0, BLOCK_K)
     base = w_ptr + tl.multiple_of(tl.load(places_ptr + expert), 16)
     scales = scales_ptr + tl.load(scale_places_ptr + expert)
-    w_rows = base + tl.where(n < N, n, 0).to(tl.int64) * K
+    width = K  # from row to row
+    if PARTS > 0:
+        width = tl.where(expert < EXPERTS - PARTS, K // 16, SHARED // 16) * 16
+    w_rows = base + tl.where(n < N, n, 0).to(tl.int64) * width
     x_rows = inner_ptr + place.to(tl.int64) * K
     if WEIGHTS_FIRST:
         acc = tl.zeros((BLOCK_N, BLOCK_M), tl.float32)
@@ -136,8 +143,10 @@ def grouped_down_kernel(
 
 
 @triton.jit
-def sum_kernel(y_ptr, weights_ptr, out_ptr, N: tl.constexpr, CHOSEN: tl.constexpr, BLOCK: tl.constexpr):
-    """out (T, N): a row's pairs, each times its weight, added in the order of choice."""
+def sum_kernel(
+    y_ptr, weights_ptr, out_ptr, N: tl.constexpr, CHOSEN: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out (T, N): a row's pairs, each times its weight, added in the order of choice; ADD: to what `out` holds."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
@@ -145,6 +154,8 @@ def sum_kernel(y_ptr, weights_ptr, out_ptr, N: tl.constexpr, CHOSEN: tl.constexp
         pair = row * CHOSEN + place
         y = tl.load(y_ptr + pair * N + n, mask=n < N, other=0.0).to(tl.float32)
         total += y * tl.load(weights_ptr + pair)
+    if ADD:
+        total += tl.load(out_ptr + row * N + n, mask=n < N, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * N + n, total.to(out_ptr.dtype.element_ty), mask=n < N)
 
 
@@ -176,19 +187,23 @@ def tile_for(rows: float, dtype: torch.dtype, two: bool, narrow: bool = False) -
 
 
 def grouped_experts(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, activation: int
-) -> Tensor:
-    """x (T, hidden) normed -> (T, hidden). activation: as in rows.py."""
-    rows, hidden = x.shape
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: ExpertMatrices, down: ExpertMatrices, activation: int, *,
+    shared: int = 0, out: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """x (T, hidden) normed -> (T, hidden); with `out` that is added to it. activation: as in rows.py. shared: width of
+    an expert whose parts, as wide as the others, are the last matrices."""
+    (rows, hidden), add = x.shape, out is not None
     grouped, width = group(ids, len(down.places)), gate_up.outputs // 2
     inner = torch.empty(ids.numel(), width, dtype=x.dtype, device=x.device)
     each = torch.empty(ids.numel(), hidden, dtype=x.dtype, device=x.device)
-    launch(GATE, x, gate_up, grouped, inner, CHOSEN=ids.shape[1], WIDTH=width, ACTIVATION=activation)
-    launch(DOWN, inner, down, grouped, each, N=hidden)
-    out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
+    launch(GATE, x, gate_up, grouped, inner, shared // width, shared, CHOSEN=ids.shape[1], WIDTH=width,
+           ACTIVATION=activation)  # fmt: skip
+    launch(DOWN, inner, down, grouped, each, shared // width, shared, N=hidden)
+    if out is None:
+        out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
     block = min(1024, triton.next_power_of_2(hidden))
     sum_kernel[(rows, triton.cdiv(hidden, block))](
-        each, weights, out, N=hidden, CHOSEN=ids.shape[1], BLOCK=block, num_warps=4
+        each, weights, out, N=hidden, CHOSEN=ids.shape[1], ADD=add, BLOCK=block, num_warps=4
     )
     return out
 
@@ -207,8 +222,9 @@ DOWN = Kernels(grouped_down_kernel, grouped_down_codes_kernel, 16, False)
 
 
 def launch(
-    kernels: Kernels, x: Tensor, matrices: ExpertMatrices, grouped: GroupedRows, out: Tensor, **constants: int
-) -> None:
+    kernels: Kernels, x: Tensor, matrices: ExpertMatrices, grouped: GroupedRows, out: Tensor, parts: int, shared: int,
+    **constants: int,
+) -> None:  # fmt: skip
     """out (pairs, outputs). constants: of this product alone."""
     (pairs, width), experts = out.shape, len(matrices.places)
     given = x, *matrices[:5], *grouped, out
@@ -225,7 +241,7 @@ def launch(
     tile = fitted(tile_for(pairs / experts, x.dtype, kernels.two, matrices.format > 0), x.shape[1])
     kernels.floats[(triton.cdiv(width, tile.n), most_tiles(pairs, experts, tile.m))](
         *given, **common, BLOCK_M=tile.m, BLOCK_N=tile.n, BLOCK_K=tile.k, WEIGHTS_FIRST=tile.weights_first,
-        STAGES=tile.stages, num_warps=tile.warps,
+        STAGES=tile.stages, SHARED=shared, PARTS=parts, num_warps=tile.warps,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 COUNTED = 256  # pairs that a program counts or sorts at a time
+FEW_PAIRS = 512  # that one program puts in order
 
 
 @triton.jit(do_not_specialize=["pairs"])
@@ -41,6 +42,25 @@ def place_kernel(
     tl.store(order_ptr + before + tl.load(ranks_ptr + pair, mask=inside, other=0), pair, mask=inside)
 
 
+@triton.jit(do_not_specialize=["pairs"])
+def order_kernel(
+    ids_ptr, counts_ptr, order_ptr, pairs, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, MOST: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Both at once, for at most MOST pairs: a pair's place is the number of pairs that come before it."""
+    pair, every = tl.arange(0, MOST), tl.arange(0, EXPERTS_2)
+    expert = tl.load(ids_ptr + pair, mask=pair < pairs, other=EXPERTS)
+    place, counts = tl.zeros((MOST,), tl.int32), tl.zeros((EXPERTS_2,), tl.int32)
+    for start in range(0, pairs, BLOCK):
+        other = start + tl.arange(0, BLOCK)
+        theirs = tl.load(ids_ptr + other, mask=other < pairs, other=EXPERTS)[None, :]
+        before = (theirs < expert[:, None]) | ((theirs == expert[:, None]) & (other[None, :] < pair[:, None]))
+        place += tl.sum(before.to(tl.int32), axis=1)
+        counts += tl.sum((theirs == every[:, None]).to(tl.int32), axis=1)
+    tl.store(order_ptr + place, pair, mask=pair < pairs)
+    tl.store(counts_ptr + every, counts, mask=every < EXPERTS)
+
+
 @triton.jit
 def tile_of(counts_ptr, tile, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, BLOCK_M: tl.constexpr):
     """The expert of a tile, its first place in `order`, and one past the last of the expert's places. Past the last
@@ -66,6 +86,13 @@ class GroupedRows(NamedTuple):
 def group(ids: Tensor, experts: int) -> GroupedRows:
     """ids (T, chosen): the experts of each row."""
     pairs, blocks = ids.numel(), (triton.cdiv(ids.numel(), COUNTED),)
+    if pairs <= FEW_PAIRS:
+        counts, order = torch.empty(experts, dtype=torch.int32, device=ids.device), torch.empty_like(ids)
+        order_kernel[(1,)](
+            ids, counts, order, pairs, EXPERTS=experts, EXPERTS_2=triton.next_power_of_2(experts), MOST=FEW_PAIRS,
+            BLOCK=32, num_warps=8,
+        )  # fmt: skip
+        return GroupedRows(counts, order)
     counts = torch.zeros(experts, dtype=torch.int32, device=ids.device)
     order, ranks = torch.empty_like(ids), torch.empty_like(ids)
     count_kernel[blocks](ids, counts, ranks, pairs, BLOCK=COUNTED)
