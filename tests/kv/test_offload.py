@@ -91,9 +91,10 @@ def test_copies_of_a_failed_step_are_forgotten_on_both_sides():
     again = engine.add(prompt(1), max_tokens=1)
     plan = scheduler.plan(engine.now)
     assert {move.away for move in plan.moves} == {True, False}
-    scheduler.fail([plan], "boom", engine.now)
+    (ended,) = scheduler.fail([plan], "boom", engine.now)
+    assert ended.request_id == again.id
+    engine._count(ended)
     engine.snapshots.clear()
-    engine.ends[again.id] = 1
     scheduler.check()
     host, pool = scheduler.tables.pool.host, scheduler.tables.pool
     assert not any(host.name_in[move.place.slot] for move in plan.moves if move.away)

@@ -21,7 +21,7 @@ from twostroke.ops.cuda.kernels.grouped_codes import (
     grouped_gate_codes_kernel,
 )
 from twostroke.ops.cuda.kernels.grouping import GroupedRows, group, most_tiles, tile_of
-from twostroke.ops.cuda.kernels.launch import INTERPRETED
+from twostroke.ops.cuda.kernels.launch import EARLY, INTERPRETED, PDL, gdc_launch_dependents, gdc_wait
 from twostroke.ops.cuda.kernels.rows import gated_pair
 
 TILE_BORDERS = (12, 24, 64)  # rows of each expert on average from which on tiles are larger
@@ -33,9 +33,12 @@ def grouped_gate_kernel(
     EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, CHOSEN: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
     FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr, WEIGHTS_FIRST: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
-    SHARED: tl.constexpr, PARTS: tl.constexpr,
+    SHARED: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out (pairs in order, WIDTH) = activation(gate) · up. The last PARTS matrices are parts of one of width SHARED."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     expert, first, end = tile_of(counts_ptr, tl.program_id(1), EXPERTS, EXPERTS_2, BLOCK_M)
     if expert >= EXPERTS:
         return
@@ -97,9 +100,12 @@ def grouped_down_kernel(
     EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, K: tl.constexpr, N: tl.constexpr, FORMAT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, WEIGHTS_FIRST: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr, SHARED: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out (pairs, N), each pair at its own number."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     expert, first, end = tile_of(counts_ptr, tl.program_id(1), EXPERTS, EXPERTS_2, BLOCK_M)
     if expert >= EXPERTS:
         return
@@ -144,11 +150,15 @@ def grouped_down_kernel(
 
 @triton.jit
 def sum_kernel(
-    y_ptr, weights_ptr, out_ptr, N: tl.constexpr, CHOSEN: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr
-):
+    y_ptr, weights_ptr, out_ptr, N: tl.constexpr, CHOSEN: tl.constexpr, ADD: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """out (T, N): a row's pairs, each times its weight, added in the order of choice; ADD: to what `out` holds."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     total = tl.zeros((BLOCK,), tl.float32)
     for place in tl.static_range(CHOSEN):
         pair = row * CHOSEN + place
@@ -203,8 +213,9 @@ def grouped_experts(
         out = torch.empty(rows, hidden, dtype=x.dtype, device=x.device)
     block = min(1024, triton.next_power_of_2(hidden))
     sum_kernel[(rows, triton.cdiv(hidden, block))](
-        each, weights, out, N=hidden, CHOSEN=ids.shape[1], ADD=add, BLOCK=block, num_warps=4
-    )
+        each, weights, out, N=hidden, CHOSEN=ids.shape[1], ADD=add, BLOCK=block, PDL=PDL, num_warps=4,
+        **EARLY,
+    )  # fmt: skip
     return out
 
 
@@ -230,7 +241,8 @@ def launch(
     given = x, *matrices[:5], *grouped, out
     common = {
         **constants, "K": x.shape[1], "EXPERTS": experts, "EXPERTS_2": triton.next_power_of_2(experts),
-        "FORMAT": matrices.format, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32",
+        "FORMAT": matrices.format, "PRECISION": "ieee" if x.dtype == torch.float32 else "tf32", "PDL": PDL,
+        **EARLY,
     }  # fmt: skip
     if matrices.four_bits:
         cut = code_tile(pairs / experts, x.dtype, TILE_BORDERS)

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from twostroke.ops.cuda.kernels.four_bits import slice_scales, slice_words, weights_of, word_scales
 from twostroke.ops.cuda.kernels.grouping import tile_of
-from twostroke.ops.cuda.kernels.launch import INTERPRETED
+from twostroke.ops.cuda.kernels.launch import INTERPRETED, gdc_launch_dependents, gdc_wait
 from twostroke.ops.cuda.kernels.rows import gated_pair
 
 
@@ -55,9 +55,12 @@ def grouped_gate_codes_kernel(
     x_ptr, codes_ptr, places_ptr, scales_ptr, scale_places_ptr, bias_ptr, counts_ptr, order_ptr, out_ptr,
     EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, CHOSEN: tl.constexpr, K: tl.constexpr, WIDTH: tl.constexpr,
     FORMAT: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK_M: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr,
-    PRECISION: tl.constexpr, FAST: tl.constexpr,
+    PRECISION: tl.constexpr, PDL: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """out (pairs in order, WIDTH) = activation(gate) · up. A tile has 8 W outputs."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     expert, first, end = tile_of(counts_ptr, tl.program_id(1), EXPERTS, EXPERTS_2, BLOCK_M)
     if expert >= EXPERTS:
         return
@@ -89,9 +92,13 @@ def grouped_gate_codes_kernel(
 def grouped_down_codes_kernel(
     inner_ptr, codes_ptr, places_ptr, scales_ptr, scale_places_ptr, bias_ptr, counts_ptr, order_ptr, out_ptr,
     EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, K: tl.constexpr, N: tl.constexpr, FORMAT: tl.constexpr,
-    BLOCK_M: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, FAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, W: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    FAST: tl.constexpr,
 ):  # fmt: skip
     """out (pairs, N), each pair at its own number. A tile has 16 W outputs."""
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     expert, first, end = tile_of(counts_ptr, tl.program_id(1), EXPERTS, EXPERTS_2, BLOCK_M)
     if expert >= EXPERTS:
         return

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from twostroke.ops.cuda.kernels.launch import EARLY, PDL, gdc_launch_dependents, gdc_wait
+
 COUNTED = 256  # pairs that a program counts or sorts at a time
 FEW_PAIRS = 512  # that one program puts in order
 
@@ -45,10 +47,13 @@ def place_kernel(
 @triton.jit(do_not_specialize=["pairs"])
 def order_kernel(
     ids_ptr, counts_ptr, order_ptr, pairs, EXPERTS: tl.constexpr, EXPERTS_2: tl.constexpr, MOST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Both at once, for at most MOST pairs: a pair's place is the number of pairs that come before it."""
     pair, every = tl.arange(0, MOST), tl.arange(0, EXPERTS_2)
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
     expert = tl.load(ids_ptr + pair, mask=pair < pairs, other=EXPERTS)
     place, counts = tl.zeros((MOST,), tl.int32), tl.zeros((EXPERTS_2,), tl.int32)
     for start in range(0, pairs, BLOCK):
@@ -90,7 +95,7 @@ def group(ids: Tensor, experts: int) -> GroupedRows:
         counts, order = torch.empty(experts, dtype=torch.int32, device=ids.device), torch.empty_like(ids)
         order_kernel[(1,)](
             ids, counts, order, pairs, EXPERTS=experts, EXPERTS_2=triton.next_power_of_2(experts), MOST=FEW_PAIRS,
-            BLOCK=32, num_warps=8,
+            BLOCK=32, PDL=PDL, num_warps=8, **EARLY,
         )  # fmt: skip
         return GroupedRows(counts, order)
     counts = torch.zeros(experts, dtype=torch.int32, device=ids.device)
