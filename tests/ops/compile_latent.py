@@ -11,9 +11,9 @@ from triton.compiler import ASTSource
 
 from twostroke.ops.cuda.kernels.latent import latent_kernel
 from twostroke.ops.cuda.kernels.latent_decode import few_heads_kernel
-from twostroke.ops.cuda.kernels.latent_ends import enter_kernel, latent_store_kernel
+from twostroke.ops.cuda.kernels.latent_ends import enter_kernel, latent_store_kernel, leave_kernel
 
-FLOATS = ("part_ptr", "part_max_ptr", "part_sum_ptr", "norm_ptr", "cos_ptr", "sin_ptr", "scales")
+FLOATS = ("part_ptr", "part_max_ptr", "part_sum_ptr", "norm_ptr", "cos_ptr", "sin_ptr", "scales", "sums_ptr")
 BRAIN = ("q_ptr", "kv_ptr", "query_ptr", "w_ptr", "out_ptr")
 SHAPE = {"HEADS": 16, "HEADS_2": 16, "PLAIN": 128, "PLAIN_2": 128, "LATENT": 512, "LATENT_2": 512, "ROPE": 64,
          "ROPE_2": 64, "HALF": 32, "HALF_2": 32, "CUT": 64, "BLOCK": 16, "BLOCK_N": 64, "TILE_N": 32,
@@ -24,6 +24,7 @@ CASES: list[tuple[Any, dict[str, Any], int]] = [
     (latent_kernel, {"TILE_M": 32, "STAGES": 2, "PARALLEL": False, "EXACT": True, "LISTED": 2, "EVEN": False}, 8),
     (latent_store_kernel, {"STREAMS": False}, 4),
     (enter_kernel, {}, 4),
+    (leave_kernel, {"VALUE": 128, "VALUE_2": 128, "MOST": 128, "SLICE": 64, "SLICES": 8}, 8),
 ]
 
 

@@ -253,7 +253,7 @@ def many_heads_parts(
         LISTED=0 if listed is None else 1, EVEN=True, PDL=PDL, num_warps=8 if rows >= 32 else 4,
         enable_fp_fusion=False, **EARLY,
     )  # fmt: skip
-    return Parts(part, part_max, part_sum, count, splits, 16 if wide else 32, heads_t, rows)
+    return Parts(part, part_max, part_sum, count, splits, 16 if wide else 32, heads_t, rows, done)
 
 
 def few_heads_parts(
@@ -263,7 +263,7 @@ def few_heads_parts(
     """Single tokens with few heads."""
     heads, tables, wide = attention.heads, batch.groups[group].tables, query.dtype == torch.float32
     splits = even_parts(count, tables.shape[1] * BLOCK, PLACES)
-    part, part_max, part_sum, _ = scratch.reserve(count, heads, splits, attention.latent)
+    part, part_max, part_sum, done = scratch.reserve(count, heads, splits, attention.latent)
     tile = 16 if wide else 32
     few_heads_kernel[(count, splits)](
         query, part, part_max, part_sum, tables if listed is None else listed, batch.starts, batch.contexts, tables,
@@ -273,7 +273,7 @@ def few_heads_parts(
         PRECISION="ieee" if wide else "tf32", STAGES=1 if wide else 3, LISTED=listed is not None,
         PDL=PDL, num_warps=4, **EARLY,
     )  # fmt: skip
-    return Parts(part, part_max, part_sum, count, splits, tile, heads, heads)
+    return Parts(part, part_max, part_sum, count, splits, tile, heads, heads, done)
 
 
 def even_parts(programs: int, context: int, places: int) -> int:

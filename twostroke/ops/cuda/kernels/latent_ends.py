@@ -20,6 +20,7 @@ from twostroke.ops.cuda.kernels.launch import EARLY, INTERPRETED, PDL, gdc_launc
 from twostroke.ops.interface import BLOCK, LATENT_GROUP, Batch, KVLayer, LatentAttention
 
 MOST_EVEN = 128  # equal parts of a context
+SLICE = 64  # numbers of a latent that a program of `leave` merges
 GROUP = tl.constexpr(LATENT_GROUP)  # numbers that share a scale
 
 
@@ -293,15 +294,15 @@ def latent_merge_kernel(
 
 @triton.jit(do_not_specialize=["splits"])
 def leave_kernel(
-    part_ptr, part_max_ptr, part_sum_ptr, w_ptr, out_ptr, contexts_ptr, splits,
-    HEADS: tl.constexpr, LATENT: tl.constexpr, LATENT_2: tl.constexpr, VALUE: tl.constexpr, TILE_N: tl.constexpr,
-    MOST: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    part_ptr, part_max_ptr, part_sum_ptr, w_ptr, sums_ptr, count_ptr, out_ptr, contexts_ptr, splits,
+    HEADS: tl.constexpr, LATENT: tl.constexpr, VALUE: tl.constexpr, VALUE_2: tl.constexpr, TILE_N: tl.constexpr,
+    MOST: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out (T, HEADS, VALUE): the parts of a head's context, merged, times a part of the head's matrix. A row is a
-    request."""
-    TILES: tl.constexpr = (VALUE + BLOCK_N - 1) // BLOCK_N
-    head, row = tl.program_id(0) // TILES, tl.program_id(1)
-    n, dims = tl.program_id(0) % TILES * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, LATENT_2)
+    """out (T, HEADS, VALUE): the parts of a head's context, merged, times the head's matrix. A row is a request. A
+    program merges a slice of the numbers, all parts at once; the last of a head's to finish adds their products in
+    order."""
+    head, slice_of_head, row = tl.program_id(0) // SLICES, tl.program_id(0) % SLICES, tl.program_id(1)
+    n, dims = tl.arange(0, VALUE_2), slice_of_head * SLICE + tl.arange(0, SLICE)
     inside = (n < VALUE)[:, None] & (dims < LATENT)[None, :]
     w = tl.load(w_ptr + (head * VALUE + n)[:, None] * LATENT + dims[None, :], mask=inside, other=0.0)
     context = tl.load(contexts_ptr + row)
@@ -311,10 +312,19 @@ def leave_kernel(
     if context <= 0:
         return
     count = (context - 1) // part_length(context, splits, TILE_N) + 1
-    first = (row * HEADS + head) * splits
-    x = merged(part_ptr, part_max_ptr, part_sum_ptr, first, count, dims, LATENT, MOST, CHUNK, LATENT_2)
-    out = tl.sum(w.to(tl.float32) * x[None, :], axis=1)
-    tl.store(out_ptr + (row * HEADS + head).to(tl.int64) * VALUE + n, out.to(out_ptr.dtype.element_ty), mask=n < VALUE)
+    which = row * HEADS + head
+    x = merged(part_ptr, part_max_ptr, part_sum_ptr, which * splits, count, dims, LATENT, MOST, MOST, SLICE)
+    mine = tl.sum(w.to(tl.float32) * x[None, :], axis=1)
+    sums = sums_ptr + which.to(tl.int64) * SLICES * VALUE + n
+    tl.store(sums + slice_of_head * VALUE, mine, mask=n < VALUE)
+    tl.debug_barrier()
+    if tl.atomic_add(count_ptr + which, 1, sem="acq_rel") != SLICES - 1:
+        return
+    tl.store(count_ptr + which, 0)
+    total = tl.zeros((VALUE_2,), tl.float32)
+    for other in tl.static_range(SLICES):
+        total += tl.load(sums + other * VALUE, mask=n < VALUE, other=0.0)
+    tl.store(out_ptr + which.to(tl.int64) * VALUE + n, total.to(out_ptr.dtype.element_ty), mask=n < VALUE)
 
 
 class Parts(NamedTuple):
@@ -328,6 +338,7 @@ class Parts(NamedTuple):
     tile_n: int  # parts are multiples of so many tokens
     heads_t: int  # heads of a group
     tile_m: int
+    done: Tensor  # a counter for each head of each token, zero between kernels
 
 
 def merge_parts(parts: Parts, attention: LatentAttention, batch: Batch, listed: Tensor | None, out: Tensor) -> None:
@@ -343,8 +354,10 @@ def merge_parts(parts: Parts, attention: LatentAttention, batch: Batch, listed: 
 def leave(parts: Parts, attention: LatentAttention, value_up: Tensor, batch: Batch, out: Tensor) -> None:
     """merge_parts and head_product with value_up, for a step of few streams: out (T, heads, value_dim)."""
     assert parts.heads_t == parts.tile_m == attention.heads
-    leave_kernel[(attention.heads * triton.cdiv(attention.value_dim, 32), parts.tokens)](
-        *parts[:3], value_up, out, batch.contexts, parts.splits, HEADS=attention.heads, LATENT=attention.latent,
-        LATENT_2=triton.next_power_of_2(attention.latent), VALUE=attention.value_dim, TILE_N=parts.tile_n,
-        MOST=MOST_EVEN, CHUNK=16, BLOCK_N=32, PDL=PDL, num_warps=8, **EARLY,
+    heads, value, slices = attention.heads, attention.value_dim, triton.cdiv(attention.latent, SLICE)
+    sums = torch.empty(parts.tokens * heads, slices, value, device=out.device)
+    leave_kernel[(heads * slices, parts.tokens)](
+        *parts[:3], value_up, sums, parts.done, out, batch.contexts, parts.splits, HEADS=heads,
+        LATENT=attention.latent, VALUE=value, VALUE_2=triton.next_power_of_2(value), TILE_N=parts.tile_n,
+        MOST=MOST_EVEN, SLICE=SLICE, SLICES=slices, PDL=PDL, num_warps=8, **EARLY,
     )  # fmt: skip
