@@ -57,7 +57,7 @@ class Setting:
         if self.kind is bool:
             return "True or False"
         if self.kind is float:
-            return "a number above 0"
+            return "a number above 0" + ("" if self.most is None else f" and at most {self.most}")
         if self.kind is str:
             return "a name or a path"
         if self.most is None:
@@ -72,7 +72,7 @@ class Setting:
         if self.kind is bool:
             return isinstance(value, bool)
         if self.kind is float:
-            return is_number(value) and value > 0
+            return is_number(value) and value > 0 and (self.most is None or value <= self.most)
         if self.kind is str:
             return isinstance(value, str) and bool(value)
         return is_whole(value) and self.least <= value and (self.most is None or value <= self.most)
@@ -154,7 +154,7 @@ class Config:
     )  # fmt: skip
     policy: str = setting("fcfs", "the order of waiting requests", choices=tuple(POLICIES), live=True, stroke="prefill")
     key_share: float = setting(
-        0.75, "largest share that one API key may use of what other keys leave free; 1 is no limit",
+        0.75, "largest share that one API key may use of what other keys leave free; 1 is no limit", most=1,
         unsimulated="the simulator knows no keys",
     )  # fmt: skip
     max_gap: float | None = setting(
@@ -186,8 +186,6 @@ class Config:
                 raise ConfigError(f"{name} must be {row.values}, got {getattr(self, name)!r}.")
         if self.kv_memory is not None and self.kv_blocks is not None:
             raise ConfigError("kv_memory and kv_blocks both size the KV cache: give one of them.")
-        if self.key_share > 1:
-            raise ConfigError(f"key_share must be a number above 0 and at most 1, got {self.key_share!r}.")
         if self.dtype is not None and self.quantize is not None:
             raise ConfigError("dtype and quantize both choose the precision of the weights: give one of them.")
         if self.speculate == "draft" and self.draft_model is None:

@@ -66,12 +66,12 @@ def deployment_for(
     if gpus > heads:
         raise ConfigError(f"--gpus {gpus}: {model} has {heads} heads to share out, so {heads} at most.")
     check_precision(precision, device, gpus)
-    exact = stored if precision is None else None
+    exact = stored if precision is None and config.dtype is None else None  # dtype: codes of the file are decoded to it
+    given = precision or config.dtype
     if calibration is not None:
         rates, pools = calibration.rates, Pools(1, 0, *MEASURED_LINKS[device.kind])
-        return Deployment(arch, device, config, precision or "float32", exact, rates, pools=pools), calibration
-    planned = precision or config.dtype or published or "bfloat16"
-    exact = exact if config.dtype is None else None  # codes of the file are decoded to it
+        return Deployment(arch, device, config, given or "float32", exact, rates, pools=pools), calibration
+    planned = given or published or "bfloat16"
     return Deployment(arch, device, config, planned, exact, gpus=gpus), None
 
 

@@ -15,8 +15,10 @@ from twostroke.cli.main import app
 from twostroke.cli.plan_tables import context_text, show_drafts
 from twostroke.cost.answers.workers import candidates
 from twostroke.cost.model import drafts
+from twostroke.cost.model.calibration import Calibration
 from twostroke.cost.model.devices import find_device
 from twostroke.cost.model.known_models import CONFIGS
+from twostroke.cost.model.rates import Rates
 from twostroke.cost.model.roofline import model_cost
 from twostroke.cost.model.weight_formats import PUBLISHED
 from twostroke.errors import ConfigError, ModelError
@@ -58,6 +60,16 @@ def test_a_dtype_decodes_the_codes_of_a_file(tmp_path: Path) -> None:
     stored, decoded = (deployment_for(path, "h200", None, 1, more)[0] for more in ({}, {"dtype": "bfloat16"}))
     assert stored.stored_bytes is not None and decoded.stored_bytes is None
     assert decoded.model.bytes == pytest.approx(2 * decoded.arch.parameters)
+
+
+def test_a_dtype_decodes_the_codes_of_a_file_on_this_machine_too(tmp_path: Path) -> None:
+    path = str(write(tmp_path / "model.gguf", "Q4_0"))
+    rates = Rates(1e10, 1e11, 1e10, 5e10, 1e-3, 1e-5, source="measured")
+    measured = Calibration("cpu", path, rates, 10**9, 2)
+    with mock.patch("twostroke.cli.deployment.calibrated", return_value=measured):
+        stored, decoded = (deployment_for(path, "this", None, 1, more)[0] for more in ({}, {"dtype": "float32"}))
+    assert stored.stored_bytes is not None and decoded.stored_bytes is None
+    assert decoded.model.bytes == pytest.approx(4 * decoded.arch.parameters)
 
 
 def test_a_dtype_that_is_asked_for_is_the_only_one() -> None:
