@@ -26,9 +26,9 @@ from twostroke.cluster.member import Member
 from twostroke.cluster.router import Role
 from twostroke.errors import ConfigError
 from twostroke.remote.async_engine import AsyncEngine
-from twostroke.remote.nixl_agent import package
 from twostroke.remote.client import EngineError
 from twostroke.remote.messages import Report
+from twostroke.remote.nixl_agent import package
 from twostroke.sampling import Grammar, SamplingParams
 
 pytestmark = pytest.mark.slow
