@@ -27,11 +27,13 @@ class Planner:
         self.streams: list[RequestState] = []  # running: at most their newest token is left to compute
         self.prompts: list[RequestState] = []  # running: more is left, or the whole of a prompt
         together = scheduler.together
+        reading = together.reading
         for request in scheduler.running.values():
             start = request.computed + request.in_flight
             stream = start >= request.prompt_length and start >= len(request.tokens) - 1
-            if not (stream and together.reading and together.waits(request)):
+            if not (stream and reading and together.waits(request)):
                 (self.streams if stream else self.prompts).append(request)
+        self.pauses = False  # nothing is planned before a step in flight has ended
         self.drafting = False  # whether streams may guess
         self.guesses: list[tuple[int, tuple[int, ...]]] = []  # of the work at this place; they have rows, but no blocks
         self.promised: list[int] = []  # blocks published before their content is there
@@ -49,7 +51,7 @@ class Planner:
         if scheduler.suspects:
             self.add_suspect(scheduler.suspects)
         elif self.waits():
-            pass
+            self.pauses = True
         elif scheduler.policy.prompts_first:
             self.add_prompts()
             self.add_streams()

@@ -40,8 +40,7 @@ from twostroke.types import (
 )
 
 WATERMARK = 0.01  # of the pool kept free at admission, so that streams can grow before a request is preempted
-FINISHED = Status.FINISHED  # looked up once, as the next: every work of every step needs them
-READ, VERIFY = WorkKind.READ, WorkKind.VERIFY
+FINISHED, VERIFY = Status.FINISHED, WorkKind.VERIFY  # looked up once: every work of every step needs them
 NOTHING = Details()
 
 
@@ -128,7 +127,7 @@ class Scheduler:
         self.plans += 1
         self.together.before_plan(self, now)
         planner = Planner(self, now).fill()
-        if self.together.reading and not planner.works:  # there is no room for the prompts that answers wait for
+        if self.together.reading and not (planner.works or planner.pauses):  # no room for those prompts
             self.together.release()
             planner = Planner(self, now).fill()
         if planner.guesses and add_guesses(planner):
@@ -280,17 +279,13 @@ class Scheduler:
             self.drafter.learn(done, result, seconds, seconds if elapsed is None else elapsed)
         self.counters.steps += 1
         together = self.together
-        events, begun = together.tell(now), list[Untold]()
+        events, begun, keeps = together.tell(now), list[Untold](), together.longest > 0
         described, written = result.details, 0
         for index, (work, tokens) in enumerate(zip(plan.works, result.tokens, strict=True)):
             found = described.get(index, NOTHING) if described else NOTHING
             event = self._commit_one(work, tokens, found, now, result.verified)
             if event is not None:
-                if work.kind is READ and event.finish_reason is None and work.request.output_length == 1:
-                    begun.append(Untold(work.request, event))
-                elif event.request_id in together.kept:
-                    together.add(event)
-                else:
+                if not (keeps and together.keeps(work, event, begun)):
                     events.append(event)
                 written += len(event.token_ids)
         if begun or together.reading:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
-from twostroke.types import Event, RequestState
+from twostroke.types import Event, RequestState, Work, WorkKind
 
 if TYPE_CHECKING:
     from twostroke.schedule.scheduler import Scheduler
@@ -53,6 +53,18 @@ class Together:
         elif self._over(now, (one.start < one.prompt_length for one in self._group(scheduler))):
             self.release()  # the last prompts may be in flight: all answers are planned again
 
+    def keeps(self, work: Work, event: Event, begun: list[Untold]) -> bool:
+        """Whether this event of a step is not told yet. The first of an answer joins `begun`. An answer that waits may
+        have been in the next plan already when it began: it has one more token."""
+        request = work.request
+        if work.kind is WorkKind.READ and request.output_length == 1 and event.finish_reason is None:
+            begun.append(Untold(request, event))
+            return True
+        if request.id not in self.kept:
+            return False
+        self.kept[request.id] = Untold(request, joined(self.kept[request.id].event, event))
+        return True
+
     def after_step(self, scheduler: Scheduler, begun: Sequence[Untold], now: float) -> list[Event]:
         """What is told of answers that have begun with a step, and of those that waited."""
         if begun and self.longest and not self.reading:
@@ -64,11 +76,6 @@ class Together:
             if self._over(now, unread) and not self.coming():
                 self.release()
         return [*self.tell(now), *(event for _, event in begun)]
-
-    def add(self, event: Event) -> None:
-        """An answer that waits was already in the plan when it began: it has one more token."""
-        request, before = self.kept[event.request_id]
-        self.kept[event.request_id] = Untold(request, joined(before, event))
 
     def tell(self, now: float) -> list[Event]:
         """The events that are due."""
