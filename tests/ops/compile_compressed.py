@@ -46,8 +46,8 @@ CASES: list[Case] = [
     (collapse_kernel, MIXED | {"LAST": False}, 4),
     (collapse_kernel, MIXED | {"LAST": True}, 4),
     (expand_kernel, STREAMS, 4),
-    (route_kernel, ROUTER, 4),
-    (route_kernel, ROUTER | {"table_ptr": None, "tokens_ptr": None, "CORRECTED": True}, 4),
+    (route_kernel, ROUTER | {"PARTS": 0, "PARTS_2": 1}, 4),
+    (route_kernel, ROUTER | {"table_ptr": None, "tokens_ptr": None, "CORRECTED": True, "PARTS": 2, "PARTS_2": 2}, 4),
     (router_kernel, ROUTER | {"K": 4096, "K_2": 4096, "PARTS": 0, "PARTS_2": 1, "BLOCK_E": 1}, 8),
 ]  # fmt: skip
 
