@@ -1,9 +1,9 @@
-"""Prompts that arrive together are read together: their answers begin when all of them are read. Torch-free.
+"""Prompts that arrive together can be read together: their answers begin when all of them are read. Torch-free.
 
-A step in which a stream waits may last `max_gap`, and so carries few tokens of prompts. Where many prompts arrive at an
-idle engine, the first answers would slow the reading of all others. So their first tokens are kept back: no stream
-waits yet, and steps carry as many tokens as they can. All answers end sooner that way, and the last ones begin sooner;
-the first ones begin later. It is not done on a CPU, where short steps read as fast as long ones.
+While a stream runs, a step may last `max_gap`, and so it carries few tokens of prompts. Where many prompts arrive at an
+idle engine, the first answers slow the reading of all others. Here their first tokens are kept back: no stream runs
+yet, and steps carry as many tokens as they can. All answers end sooner that way, and the last ones begin sooner; the
+first ones begin later. Off until a GPU has shown what it costs and gains: so far only the simulator has.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from twostroke.types import Event, RequestState, Work, WorkKind
 if TYPE_CHECKING:
     from twostroke.schedule.scheduler import Scheduler
 
-LONGEST = {"cpu": 0.0, "cuda": 4.0}  # seconds from the first arrival for which a first token is kept back
+LONGEST = 0.0  # seconds from the first arrival for which a first token is kept back; 0: it never is
 TOGETHER = 0.5  # seconds from the first arrival within which prompts arrive together with it
 MANY = 8  # fewest prompts still to be read for which an answer waits
 
 
 class Untold(NamedTuple):
-    """What the caller of a request was not told yet."""
+    """An event that the request's caller has not received yet."""
 
     request: RequestState
     event: Event
@@ -66,7 +66,7 @@ class Together:
         return True
 
     def after_step(self, scheduler: Scheduler, begun: Sequence[Untold], now: float) -> list[Event]:
-        """What is told of answers that have begun with a step, and of those that waited."""
+        """The first events of answers: of those that this step began, and of those whose wait has ended."""
         if begun and self.longest and not self.reading:
             self.reading = self._begins(scheduler, now, {one.request.id for one in begun})
         if self.reading:
