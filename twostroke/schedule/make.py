@@ -35,4 +35,4 @@ def make_scheduler(arch: Arch, settings: Resolved, identity: str, key: bytes | N
         return float(arch.linear_flops(count, 1) + arch.attention_flops(start, count))
 
     pace = Pace(flops, settings.max_gap, MIN_CHUNK[settings.device])
-    return Scheduler(tables, limits, POLICIES[settings.policy], pace, Together(LONGEST))
+    return Scheduler(tables, limits, POLICIES[settings.policy], pace, Together(LONGEST[settings.device]))
