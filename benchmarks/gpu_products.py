@@ -1,10 +1,11 @@
 """The fastest tiling of products of one row with narrow matrices: `python -m benchmarks.gpu_products [--json F]`.
 
-First every tiling (`RowForm`) is compiled and checked against the product in double precision, in several processes.
-Then a step of one stream of Llama-3.1-8B with fp8 and with int4 weights is captured and timed with one form after the
-other for each matrix, and the fastest is kept; likewise for how much of the next matrix is prefetched. The form that
-is fastest alone need not be the fastest within a step. `check I N` is what the processes run: every Nth form from I
-on."""
+First every tiling (`RowForm`, `Int4Form`) is compiled and checked against the product in double precision, in several
+processes. Then a step of one stream of Llama-3.1-8B with fp8 and with int4 weights is captured and timed with one form
+after the other for each matrix, and the fastest is kept; likewise for how much of the next matrix is prefetched. The
+form that is fastest alone need not be the fastest within a step. `check I N` is what the processes run: every Nth form
+from I on.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -25,8 +27,10 @@ from benchmarks.gpu_rig import Rig
 from benchmarks.random_weights import LLAMA_8B
 from twostroke.ops.cuda import backend as cuda
 from twostroke.ops.cuda.kernels import one_row as one_row_
+from twostroke.ops.cuda.kernels import one_row_int4 as int4_
 from twostroke.ops.cuda.kernels.narrow_tiles import FP8, INT4
 from twostroke.ops.cuda.kernels.one_row import RowForm, one_row
+from twostroke.ops.cuda.kernels.one_row_int4 import Int4Form, one_row_int4
 from twostroke.ops.cuda.kernels.quantized import as_float, to_fp8, to_int4
 from twostroke.ops.cuda.kernels.rows import ACTIVATIONS, NORM, NOTHING
 
@@ -48,18 +52,19 @@ WIDE = {
         RowForm(4, 2, 1, 3),
     ],
     INT4: [
-        RowForm(8, 4, 1, 2),
-        RowForm(8, 2, 2, 2),
-        RowForm(8, 2, 1, 2),
-        RowForm(8, 8, 1, 1),
-        RowForm(4, 4, 1, 2),
-        RowForm(8, 4, 1, 3),
+        Int4Form(8, 4, 2),
+        Int4Form(8, 2, 2),
+        Int4Form(8, 2, 3),
+        Int4Form(4, 4, 4),
+        Int4Form(4, 2, 8),
+        Int4Form(16, 2, 1),
     ],
 }
 LONG = {
     FP8: [RowForm(16, 1, 1, 1), RowForm(8, 1, 1, 1), RowForm(8, 1, 2, 1), RowForm(8, 2, 1, 1)],
-    INT4: [RowForm(16, 2, 1, 1), RowForm(8, 1, 1, 1), RowForm(8, 2, 1, 1), RowForm(16, 1, 2, 1), RowForm(8, 1, 2, 1)],
+    INT4: [Int4Form(8, 2, 3), Int4Form(8, 4, 2), Int4Form(16, 4, 1), Int4Form(4, 4, 4), Int4Form(16, 2, 1)],
 }
+GATED = [Int4Form(4, 8, 2), Int4Form(4, 8, 4), Int4Form(8, 4, 2), Int4Form(8, 4, 1), Int4Form(16, 2, 1)]  # of int4
 FETCHES = (0, 1, 2, 4, 6, 8, 12)
 NEXT = {
     "qkv": "output",
@@ -71,23 +76,39 @@ NEXT = {
 LIMIT = 4e-3  # bfloat16 results lie 1.7e-3 from the true ones by rounding alone
 
 
+Form = RowForm | Int4Form
+
+
 class Variant(NamedTuple):
     fmt: int
     shape: str
-    form: RowForm
+    form: Form
 
     @property
     def name(self) -> str:
-        f = self.form
-        return f"{KINDS[self.fmt][0]} {self.shape} W{f.warps} f{f.fours} b{f.buffers} p{f.programs}"
+        return f"{KINDS[self.fmt][0]} {self.shape} " + " ".join(f"{k} {v}" for k, v in self.form._asdict().items())
 
 
-def forms_of(shape: str, fmt: int) -> list[RowForm]:
-    return (LONG if shape == "down" else WIDE)[fmt]
+def shapes_of(fmt: int) -> list[str]:
+    return [shape for shape in SHAPES if fmt != INT4 or shape != "head"]  # which has eight bits
+
+
+def forms_of(shape: str, fmt: int) -> list[Form]:
+    if fmt == INT4 and shape == "gate_up":
+        return list(GATED)
+    return list((LONG if shape == "down" else WIDE)[fmt])
 
 
 def all_variants() -> list[Variant]:
-    return [Variant(fmt, shape, form) for fmt in KINDS for shape in SHAPES for form in forms_of(shape, fmt)]
+    return [Variant(fmt, shape, form) for fmt in KINDS for shape in shapes_of(fmt) for form in forms_of(shape, fmt)]
+
+
+def use(form: Form, fetches: int | None = None) -> None:
+    """Products of one row take this form from now on."""
+    module = int4_ if isinstance(form, Int4Form) else one_row_
+    module.form_for = lambda *how: form  # type: ignore[attr-defined]
+    if fetches is not None:
+        module.FETCHES = fetches  # type: ignore[attr-defined]
 
 
 # ---- correctness -----------------------------------------------------------------------------------------------------
@@ -95,8 +116,8 @@ def all_variants() -> list[Variant]:
 
 def error(variant: Variant) -> float:
     """Relative distance from the product in double precision, for few outputs; each program has several tiles."""
-    one_row_.processors = lambda device: 3  # type: ignore[assignment]
-    one_row_.form_for = lambda fmt, segments: variant.form
+    one_row_.processors = int4_.processors = lambda device: 3  # type: ignore[assignment]
+    use(variant.form)
     _, k, before, gate, add = SHAPES[variant.shape]
     generator = torch.Generator(DEVICE).manual_seed(k)
 
@@ -112,8 +133,9 @@ def error(variant: Variant) -> float:
     if gate:
         expected = torch.nn.functional.silu(expected[:, :152]) * expected[:, 152:]
     expected += out.double() if add else 0.0
-    found = one_row(
-        x, weight.codes, weight.scales, None, out, variant.fmt, before=before, norm=norm, eps=1e-5, add=add, gate=gate,
+    run = one_row_int4 if variant.fmt == INT4 else partial(one_row, fmt=variant.fmt)
+    found = run(
+        x, weight.codes, weight.scales, None, out, before=before, norm=norm, eps=1e-5, add=add, gate=gate,
         following=weight.codes,
     ).double()  # fmt: skip
     return float((found - expected).norm() / expected.norm())
@@ -173,10 +195,11 @@ class Tuning:
     def __init__(self, fmt: int, right: set[str], found: dict[str, float]):
         self.fmt, self.kind = fmt, KINDS[fmt][0]
         self.log: dict[str, float] = {}
-        self.forms = {s: [f for f in forms_of(s, fmt) if Variant(fmt, s, f).name in right] for s in SHAPES}
-        self.form = {s: self.forms[s][0] for s in SHAPES}
+        self.shapes = shapes_of(fmt)
+        self.forms = {s: [f for f in forms_of(s, fmt) if Variant(fmt, s, f).name in right] for s in self.shapes}
+        self.form = {s: self.forms[s][0] for s in self.shapes}
         self.pieces = {s: one_row_.FETCHES if SHAPES[s][0] > SHAPES[s][1] else 0 for s in SHAPES}
-        cuda.one_row = self.product  # type: ignore[attr-defined]
+        setattr(cuda, "one_row_int4" if fmt == INT4 else "one_row", self.product)
         self.bench = Bench(ceilings=found)
         self.following: dict[int, torch.Tensor] = {}  # every matrix's, by the address of the one before
         self.rig = self.bench.own(LLAMA_8B, quantize=self.kind, max_model_len=16384)
@@ -187,9 +210,9 @@ class Tuning:
         wide = 2 if self.fmt == INT4 else 1
         names = {(n, k // wide): name for name, (n, k, *_) in SHAPES.items()}
         name = names[codes.shape[0], codes.shape[1]]
-        form = self.form[name]
-        one_row_.form_for, one_row_.FETCHES = (lambda fmt, segments: form), self.pieces[NEXT[name]]
-        return one_row(x, codes, *rest, following=self.following.get(codes.data_ptr()), **how)
+        use(self.form[name], self.pieces[NEXT[name]])
+        run = one_row_int4 if self.fmt == INT4 else one_row
+        return run(x, codes, *rest, following=self.following.get(codes.data_ptr()), **how)
 
     def measure(self, name: str) -> float:
         self.log[name] = ms = step_ms(self.rig)
@@ -203,7 +226,7 @@ class Tuning:
             if candidate == kept:
                 continue
             chosen[shape] = candidate
-            ms = self.measure(f"{shape} {tuple(candidate) if isinstance(candidate, RowForm) else candidate}")
+            ms = self.measure(f"{shape} {tuple(candidate) if isinstance(candidate, tuple) else candidate}")
             if ms < best:
                 best, kept = ms, candidate
         chosen[shape] = kept
@@ -211,9 +234,9 @@ class Tuning:
 
     def run(self) -> dict[str, object]:
         best = self.measure("as it begins")
-        for shape in ("down", "gate_up", "qkv", "output", "head"):
+        for shape in reversed(self.shapes):
             best = self.best(self.form, shape, self.forms[shape], best)
-        for shape in SHAPES:
+        for shape in self.shapes:
             best = self.best(self.pieces, shape, list(FETCHES), best)
         self.rig.runner.shapes.clear()
         self.rig.runner.pool = torch.cuda.graph_pool_handle()

@@ -7,6 +7,7 @@ float32, and weights are kept in the same type. Under Triton's interpreter the s
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
@@ -20,7 +21,7 @@ from twostroke.ops.cuda.kernels import draft_decode
 from twostroke.ops.cuda.kernels import gemv as gemv_
 from twostroke.ops.cuda.kernels import rows as rows_
 from twostroke.ops.cuda.kernels.cascade import cascade_attention, members_of_tile
-from twostroke.ops.cuda.kernels.decode import DecodeScratch, decode_attention, split_count
+from twostroke.ops.cuda.kernels.decode import DecodeScratch, split_count
 from twostroke.ops.cuda.kernels.decoded import decoded_product
 from twostroke.ops.cuda.kernels.dense import attend_long
 from twostroke.ops.cuda.kernels.exact_matmul import exact_product
@@ -32,6 +33,7 @@ from twostroke.ops.cuda.kernels.latent import FEW_HEADS, few_heads_parts, latent
 from twostroke.ops.cuda.kernels.latent_ends import enter, head_product, leave, store_latents
 from twostroke.ops.cuda.kernels.launch import hash_functions
 from twostroke.ops.cuda.kernels.one_row import one_row
+from twostroke.ops.cuda.kernels.one_row_int4 import WIDEST, one_row_int4
 from twostroke.ops.cuda.kernels.prefill import prefill_attention, tile_rows
 from twostroke.ops.cuda.kernels.quantized import (
     Int4,
@@ -44,8 +46,8 @@ from twostroke.ops.cuda.kernels.quantized import (
 )
 from twostroke.ops.cuda.kernels.rope import rotate_and_store
 from twostroke.ops.cuda.kernels.rows import ACTIVATIONS
-from twostroke.ops.cuda.kernels.tall_decode import tall_attention
 from twostroke.ops.cuda.sending import Sender
+from twostroke.ops.cuda.singles import attend_singles
 from twostroke.ops.cuda.streams import CudaStreams
 from twostroke.ops.cuda.weights import (
     CudaWeight,
@@ -240,7 +242,9 @@ class CudaOps(Ops):
         return self._one_narrow_row(x, weight, norm, out, gate=self._before(gate)[0])
 
     def gates_early(self, x: Tensor, weight: CudaWeight) -> bool:
-        return not isinstance(weight, FloatMatrix) and x.shape[0] == 1 and x.is_contiguous()
+        if isinstance(weight, FloatMatrix) or x.shape[0] > 1 or not x.is_contiguous():
+            return False
+        return not isinstance(weight, Int4) or weight.codes.shape[1] <= WIDEST * 64
 
     def _one_row(self, x: Tensor, weight: FloatMatrix, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:
         out = torch.empty(1, weight.weight.shape[0], dtype=x.dtype, device=x.device) if add_to is None else add_to
@@ -273,10 +277,10 @@ class CudaOps(Ops):
         self, x: Tensor, weight: Narrow, before: Norm | Gate | None, out: Tensor, *, add: bool = False, gate: int = 0
     ) -> Tensor:
         kind, norm = self._before(before)
-        return one_row(
-            x, weight.codes, weight.scales, weight.bias, out, weight.format, before=kind,
-            norm=norm.weight if norm else None, eps=norm.eps if norm else 0.0, add=add, gate=gate,
-            following=self._following.get(weight),
+        run = one_row_int4 if isinstance(weight, Int4) else partial(one_row, fmt=weight.format)
+        return run(
+            x, weight.codes, weight.scales, weight.bias, out, before=kind, norm=norm.weight if norm else None,
+            eps=norm.eps if norm else 0.0, add=add, gate=gate, following=self._following.get(weight),
         )  # fmt: skip
 
     def _before(self, before: Norm | Gate | None) -> tuple[int, Norm | None]:
@@ -311,7 +315,7 @@ class CudaOps(Ops):
         out = torch.empty(qkv.shape[0], width, dtype=qkv.dtype, device=qkv.device)
         streams = isinstance(batch, DeviceBatch) and batch.streams and cut.cascade is None
         if streams and kv.format != "fp8":  # compiled for fp8, the fused kernel weighs the newest token wrongly
-            self._attend_singles(qkv, attention, kv, batch, group, out, cut, fused=True)
+            attend_singles(qkv, attention, kv, batch, group, out, self.scratch, cut, fused=True)
             return out
         if cut.queries and draft_decode.serves(attention, kv, batch, group):
             return draft_decode.draft_attention(
@@ -324,7 +328,7 @@ class CudaOps(Ops):
                 q, attention, kv, batch, group, self.scratch, members=members, shared=shared, splits=cut.splits
             )
         if cut.single_count:
-            self._attend_singles(q, attention, kv, batch, group, out, cut, fused=False)
+            attend_singles(q, attention, kv, batch, group, out, self.scratch, cut, fused=False)
         if cut.tiles is not None:
             prefill_attention(
                 q, attention, kv, batch, group, out, cut.tiles, splits=cut.tile_splits, queries=cut.queries
@@ -372,16 +376,6 @@ class CudaOps(Ops):
         self, parts: CompressedRows, attention: CompressedAttention, cache: KVLayer, batch: Batch, group: int
     ) -> Tensor:
         return self.compressed.attend(parts, attention, ((cache, group), *cache.further), batch)
-
-    def _attend_singles(
-        self, q: Tensor, attention: Attention, kv: KVLayer, batch: Batch, group: int, out: Tensor, cut: Cut, fused: bool
-    ) -> None:
-        run = decode_attention if kv.key_scales is None else tall_attention
-        run(
-            q, attention, kv, batch, group, out, self.scratch, requests=cut.single_count, listed=cut.singles,
-            splits=cut.splits, fused=fused, scale=cut.scale,
-            shared=cut.cascade and cut.cascade.shared,
-        )  # fmt: skip
 
     def kind(self, attention: AnyAttention) -> AttentionKind:
         if isinstance(attention, CompressedAttention):

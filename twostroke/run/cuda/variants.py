@@ -17,6 +17,7 @@ from twostroke.ops.cuda.backend import FEW_STREAMS, CudaOps
 from twostroke.ops.cuda.cuts import FEW_QUERIES, AttentionKind, Cascade, Cut, DeviceBatch
 from twostroke.ops.cuda.kernels.decode import DecodeForm, form_of, longer, split_count
 from twostroke.ops.cuda.kernels.dense import gather, merge
+from twostroke.ops.cuda.kernels.even_decode import ROWS, rows_bucket
 from twostroke.ops.cuda.kernels.rope import rotate_and_store
 from twostroke.ops.interface import BLOCK, KV_SCALE_BYTES, Attention, GroupBlocks, KVLayer, LatentAttention
 from twostroke.run.cuda.buckets import BATCHES, stream_rows
@@ -48,13 +49,14 @@ def cases_of(
     streams; those of exact and of latent attention do not. shares: streams may share a prefix. drafts: there is a
     kernel for drafts with short contexts."""
     mixed = [Case(4, splits) for splits in ((SHORT_SPLITS, LONG) if grouped else (LONG,))]
+    mixed += [Case(min(rows, requests), SHORT_SPLITS) for rows in ROWS if grouped and rows < 2 * requests]
     tiles = [Case(0, 1, tile_splits=splits) for splits in (1, 2)]
     if not grouped:
         return [*(Case(rows, LONG, streams=True) for rows in (1, FEW_STREAMS + 1)), *mixed, *tiles]
     if kind.queries >= FEW_QUERIES:
         tiles += [case._replace(queries=FEW_QUERIES, columns=LONG_COLUMNS if drafts else 16) for case in tiles]
         tiles += [Case(0, 1, tile_splits=1, queries=FEW_QUERIES)] if drafts else []
-    found: dict[DecodeForm, Case] = {}
+    found: dict[tuple[DecodeForm, int], Case] = {}  # each form of decode.py, and each kernel of even_decode.py
     for rows in BATCHES:
         if rows > stream_rows(requests):
             break
@@ -62,7 +64,7 @@ def cases_of(
         while columns <= max(16, -(-length // BLOCK)):
             splits = split_count(-(-columns * BLOCK // scale))
             form = form_of(rows * kind.kv_heads, splits, scale)
-            found.setdefault(form, Case(rows, splits, scale, streams=True))
+            found.setdefault((form, rows_bucket(rows)), Case(rows, splits, scale, streams=True))
             columns *= 2
     shared = [Case(4, splits, streams=True, members=kind.members) for splits in (SHORT_SPLITS, LONG)]
     return [*found.values(), *mixed, *tiles, *(shared if shares and kind.members else [])]

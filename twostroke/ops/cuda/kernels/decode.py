@@ -10,7 +10,8 @@ owns the newest position writes its K and V and attends to them. It needs a step
 the step itself fills. The cached tokens were then written by earlier steps, and with AHEAD a program loads their first
 tile before the projection ends.
 
-This kernel reads caches of floats; tall_decode.py reads int8 and fp8.
+This kernel reads caches of floats, for few streams and for very many; even_decode.py serves the tens between them.
+tall_decode.py reads int8 and fp8.
 """
 
 from __future__ import annotations
@@ -105,14 +106,21 @@ def share_of(
 
 
 @triton.jit
+def blocks_of(table, n0, begin, end, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """The blocks of the positions from n0 on. They are looked up a tile ahead: the compiler would wait for what a tile
+    looks up for itself before it asks for the tile after it."""
+    places = n0 + tl.arange(0, TILE)
+    return tl.load(table + places // BLOCK, mask=(places >= begin) & (places < end), other=0)
+
+
+@triton.jit
 def load_kv(
-    n0, begin, end, table, keys, values, block_stride, token_stride,
+    n0, begin, end, blocks, keys, values, block_stride, token_stride,
     HEAD: tl.constexpr, WIDE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The tile of positions from n0 on."""
+    """The tile of positions from n0 on, which lies in `blocks`."""
     places = n0 + tl.arange(0, TILE)
     seen = (places >= begin) & (places < end)
-    blocks = tl.load(table + places // BLOCK, mask=seen, other=0)
     k = load_tile(keys, blocks, places % BLOCK, seen, block_stride, token_stride, 1, HEAD, WIDE, True, DTYPE)
     v = load_tile(values, blocks, places % BLOCK, seen, block_stride, token_stride, 1, HEAD, WIDE, True, DTYPE)
     return seen, k, v
@@ -203,10 +211,12 @@ def decode_kernel(
     total = tl.zeros((SHARE_2,), tl.float32)
     acc = tl.zeros((SHARE_2, WIDE), tl.float32)
     start = begin // BLOCK * BLOCK
+    blocks = blocks_of(table, start, begin, end, BLOCK, TILE)
     if AHEAD:
         seen, k, v = load_kv(
-            start, begin, end, table, keys, values, block_stride, token_stride, HEAD, WIDE, BLOCK, TILE, DTYPE
+            start, begin, end, blocks, keys, values, block_stride, token_stride, HEAD, WIDE, BLOCK, TILE, DTYPE
         )
+        blocks = blocks_of(table, start + TILE, begin, end, BLOCK, TILE)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -241,10 +251,12 @@ def decode_kernel(
     else:
         q = tl.load(heads[:, None] + dims[None, :], mask=inside, other=0.0)
     for n0 in tl.range(start, end, TILE, num_stages=STAGES):
+        following = blocks_of(table, n0 + TILE, begin, end, BLOCK, TILE)
         seen, k, v = load_kv(
-            n0, begin, end, table, keys, values, block_stride, token_stride, HEAD, WIDE, BLOCK, TILE, DTYPE
+            n0, begin, end, blocks, keys, values, block_stride, token_stride, HEAD, WIDE, BLOCK, TILE, DTYPE
         )
         best, total, acc = attend_tile(q, best, total, acc, seen, k, v, scale, softcap, SOFTCAP, DTYPE, PRECISION)
+        blocks = following
     if sinks_ptr is not None:
         sinks = load_sinks(sinks_ptr, head * SHARE + tl.where(shared, index, 0))
     place = out_ptr + row * HEADS * HEAD + (head * SHARE + index)[:, None] * HEAD
@@ -320,7 +332,7 @@ def decode_attention(
         stages = 1 if form.ahead else 2
         warps = 8 if tile == 128 and share >= 8 else warps
         if form.short and not wide_float:
-            tile, stages, warps = 32, 3, 1
+            tile, stages, warps = 32, 2, 1
     decode_kernel[(attention.kv_heads, splits, requests)](
         q, out, part, part_max, part_sum, done, tables if listed is None else listed,
         tables if shared is None else shared, batch.starts, batch.contexts, tables, kv.keys, kv.values,

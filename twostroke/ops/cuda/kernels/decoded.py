@@ -20,11 +20,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from twostroke.ops.cuda.kernels.launch import EARLY, INTERPRETED, PDL, gdc_launch_dependents, gdc_wait
+from twostroke.ops.cuda.kernels.launch import (
+    EARLY,
+    INTERPRETED,
+    PDL,
+    gdc_launch_dependents,
+    gdc_wait,
+    prefetch_rows,
+)
 from twostroke.ops.cuda.kernels.narrow_tiles import INT4
 from twostroke.ops.cuda.kernels.rows import NORM, NOTHING, gated_pair
 
 BYTES = tl.constexpr(64)  # of an output in a slice
+FETCHED = 256  # bytes of an output that a program asks the second-level cache for, ahead of its product
 
 
 @triton.jit
@@ -191,15 +199,16 @@ def store_sums(
     tl.store(out_ptr + place, acc.to(out_ptr.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "fetch"])
 def decoded_kernel(
-    x_ptr, units_ptr, codes_ptr, scales_ptr, bias_ptr, sums_ptr, count_ptr, out_ptr, tokens, n_rows,
+    x_ptr, units_ptr, codes_ptr, scales_ptr, bias_ptr, sums_ptr, count_ptr, out_ptr, tokens, n_rows, fetch,
     WIDE: tl.constexpr, FORMAT: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr, W: tl.constexpr,
     SLICES: tl.constexpr, BLOCK_T: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr, PRECISION: tl.constexpr,
     PDL: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """A share of the inputs of 16 W outputs. The number of steps is a constant: with one that may be 0 the compiler
-    waits for every single instruction of the tensor cores."""
+    waits for every single instruction of the tensor cores. fetch: bytes of each output that the program asks the
+    second-level cache for while the kernel before is running."""
     N: tl.constexpr = 16 * W
     WIDTH: tl.constexpr = WIDE // 64 * (128 if FORMAT == 2 else 64)
     EACH: tl.constexpr = WIDE // (64 * SLICES * SPLITS)
@@ -213,6 +222,7 @@ def decoded_kernel(
     columns = (t < tokens)[None, :]
     acc = tl.zeros((N, BLOCK_T), tl.float32)
     if PDL:
+        prefetch_rows(codes_ptr + near.to(tl.int64) * WIDE + split * (EACH * SLICES * 64), fetch)
         gdc_wait()
         gdc_launch_dependents()
     for step in tl.range(0, EACH, num_stages=STAGES):
@@ -278,6 +288,7 @@ def ordered_rows(
 def decoded_product(
     x: Tensor, codes: Tensor, scales: Tensor, bias: Tensor | None, out: Tensor, fmt: int, *, before: int = NOTHING,
     norm: Tensor | None = None, eps: float = 0.0, add: bool = False, shape: DecodedShape | None = None,
+    fetch: int = FETCHED,
 ) -> Tensor:  # fmt: skip
     """out (rows, N) = before(x) @ matrix.T · scales + bias, added to what `out` holds with `add`."""
     (n, wide), tokens = codes.shape, x.shape[0]
@@ -289,7 +300,8 @@ def decoded_product(
     grid = (triton.cdiv(n, 16 * form.warps), form.splits, triton.cdiv(tokens, block_t))
     decoded_kernel[grid](
         x, units, codes.view(torch.uint8), scales, scales if bias is None else bias, sums, counters(x.device), out,
-        tokens, n, WIDE=wide, FORMAT=fmt, BIAS=bias is not None, ADD=add, W=form.warps, SLICES=form.slices,
+        tokens, n, min(fetch, wide // form.splits), WIDE=wide, FORMAT=fmt, BIAS=bias is not None, ADD=add,
+        W=form.warps, SLICES=form.slices,
         BLOCK_T=block_t, SPLITS=form.splits, STAGES=form.stages, PRECISION="ieee" if whole else "tf32", PDL=PDL,
         FAST=not INTERPRETED, num_warps=form.warps, **EARLY,
     )  # fmt: skip
@@ -308,5 +320,8 @@ def shape_for(n: int, wide: int, fmt: int, tokens: int, whole: bool) -> DecodedS
         most = 2 * tiles  # one round of programs would leave some multiprocessors idle at its end
     least = 8 if fmt == INT4 else 16  # slices of a share
     splits = next(s for s in (8, 4, 2, 1) if s == 1 or (tiles * s <= most and count % s == 0 and count // s >= least))
-    pairs = fmt != INT4 and count // splits % 2 == 0
-    return DecodedShape(warps, 2 if pairs else 1, splits, 4 if tiles * splits <= 264 else 3)
+    if fmt == INT4:
+        pairs, stages = few and count // splits % 2 == 0, 3 if few else 4 if tiles * splits <= 264 else 3
+    else:
+        pairs, stages = count // splits % 2 == 0, 4 if tiles * splits <= 264 else 3
+    return DecodedShape(warps, 2 if pairs else 1, splits, stages)

@@ -18,6 +18,7 @@ from twostroke.ops.cuda.kernels.decode import (
     LOG2E,
     DecodeScratch,
     attend_tile,
+    blocks_of,
     combine,
     load_kv,
     split_count,
@@ -82,8 +83,9 @@ def draft_kernel(
         sinks = load_sinks(sinks_ptr, place)
     keys += head * head_stride
     values += head * head_stride
+    blocks = blocks_of(table, begin, begin, end, BLOCK, TILE)
     seen, k, v = load_kv(
-        begin, begin, end, table, keys, values, block_stride, token_stride, HEAD, WIDE, BLOCK, TILE, DTYPE
+        begin, begin, end, blocks, keys, values, block_stride, token_stride, HEAD, WIDE, BLOCK, TILE, DTYPE
     )
     if PDL:
         gdc_wait()
@@ -115,8 +117,9 @@ def draft_kernel(
     if begin < end:
         best, total, acc = attend_tile(q, best, total, acc, seen, k, v, scale, softcap, SOFTCAP, DTYPE, PRECISION)
     for n0 in tl.range(begin + TILE, end, TILE, num_stages=1):
+        blocks = blocks_of(table, n0, begin, end, BLOCK, TILE)
         seen, k, v = load_kv(
-            n0, begin, end, table, keys, values, block_stride, token_stride, HEAD, WIDE, BLOCK, TILE, DTYPE
+            n0, begin, end, blocks, keys, values, block_stride, token_stride, HEAD, WIDE, BLOCK, TILE, DTYPE
         )
         best, total, acc = attend_tile(q, best, total, acc, seen, k, v, scale, softcap, SOFTCAP, DTYPE, PRECISION)
     inside = mine[:, None] & (dims < HEAD)[None, :]

@@ -78,9 +78,9 @@ def ask_ahead(ptr, mine, turn, count):
 
 
 @triton.jit
-def prefetch_rows(rows, BYTES: tl.constexpr):
-    """Prefetch the first BYTES (a multiple of 16) at each of the pointers `rows` into the L2 cache."""
-    size = tl.full(rows.shape, BYTES, tl.int32)
+def prefetch_rows(rows, count):
+    """Prefetch the first `count` bytes (a multiple of 16) at each of the pointers `rows` into the L2 cache."""
+    size = tl.full(rows.shape, count, tl.int32)
     tl.inline_asm_elementwise(
         "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [rows, size], dtype=tl.int32,
         is_pure=False, pack=1,

@@ -3,8 +3,7 @@
 A tensor-core operand has RUN neighbours along the product's inner side in one lane, but the order of the elements along
 that side is free as long as both operands agree. So a lane loads 16 bytes with one instruction, and nothing moves
 through shared memory. Codes are kept as words of four. The other operand (x, q or p) is split into two parts of eight
-bits or more, which keeps sixteen bits of it: int8 is multiplied as integers, fp8 as float16. int4 weights become
-bfloat16.
+bits or more, which keeps sixteen bits of it: int8 and int4 are multiplied as integers, fp8 as float16.
 """
 
 from __future__ import annotations
@@ -60,66 +59,6 @@ def codes_of(words, FORMAT: tl.constexpr, FAST: tl.constexpr):
         return halves_of(words, FAST)
     else:
         return bytes_of(words)
-
-
-@triton.jit
-def group_words(at, FAST: tl.constexpr):
-    """The words at these addresses, equal for each four neighbours. In assembly, so that they are loaded in the layout
-    of the codes that they belong to: the compiler would choose another one, and move them."""
-    if FAST:
-        return tl.inline_asm_elementwise(
-            "ld.global.nc.b32 $0, [$4]; mov.b32 $1, $0; mov.b32 $2, $0; mov.b32 $3, $0;", "=r,=r,=r,=r,l,l,l,l", [at],
-            dtype=tl.int32, is_pure=True, pack=4,
-        )  # fmt: skip
-    else:
-        return tl.load(at)
-
-
-@triton.jit
-def nibbles_of(words, groups, FAST: tl.constexpr):
-    """int4 codes as weights: the low and the high elements of each word's four bytes, side by side, (..., 2, 2) each.
-    groups: a word for each word of codes, the bits of the scale and above them those of the least value. The bits of
-    128 + nibble are set directly, and 128 is subtracted. The interpreter gets float32."""
-    if FAST:
-        a, b, c, d, e, f, g, h = tl.inline_asm_elementwise(
-            """{
-            .reg .b32 l, u, s, m, k, p, q, r, t;
-            and.b32 l, $8, 0x0f0f0f0f;
-            shr.u32 u, $8, 4;
-            and.b32 u, u, 0x0f0f0f0f;
-            prmt.b32 s, $9, $9, 0x1010;
-            prmt.b32 m, $9, $9, 0x3232;
-            mov.b32 k, 0x43004300;
-            prmt.b32 p, l, 0x43434343, 0x4140;
-            prmt.b32 q, l, 0x43434343, 0x4342;
-            prmt.b32 r, u, 0x43434343, 0x4140;
-            prmt.b32 t, u, 0x43434343, 0x4342;
-            sub.bf16x2 p, p, k;
-            sub.bf16x2 q, q, k;
-            sub.bf16x2 r, r, k;
-            sub.bf16x2 t, t, k;
-            fma.rn.bf16x2 p, p, s, m;
-            fma.rn.bf16x2 q, q, s, m;
-            fma.rn.bf16x2 r, r, s, m;
-            fma.rn.bf16x2 t, t, s, m;
-            mov.b32 {$0, $1}, p;
-            mov.b32 {$2, $3}, q;
-            mov.b32 {$4, $5}, r;
-            mov.b32 {$6, $7}, t;
-            }""",
-            "=h,=h,=h,=h,=h,=h,=h,=h,r,r", [words, groups],
-            dtype=(tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16, tl.int16),
-            is_pure=True, pack=1,
-        )  # fmt: skip
-        low = tl.join(tl.join(a, c), tl.join(b, d)).to(tl.bfloat16, bitcast=True)
-        high = tl.join(tl.join(e, g), tl.join(f, h)).to(tl.bfloat16, bitcast=True)
-    else:
-        codes = bytes_of(words).to(tl.int32)
-        scale = (groups << 16).to(tl.float32, bitcast=True)[:, :, None, None]
-        least = (groups & -65536).to(tl.float32, bitcast=True)[:, :, None, None]
-        low = ((codes & 15).to(tl.float32) * scale + least).to(tl.bfloat16).to(tl.float32)
-        high = (((codes >> 4) & 15).to(tl.float32) * scale + least).to(tl.bfloat16).to(tl.float32)
-    return low, high
 
 
 @triton.jit

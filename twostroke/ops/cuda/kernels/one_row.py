@@ -1,4 +1,4 @@
-"""One row times a matrix of few bits, norm or gate included: x stays in registers while the matrix is read once.
+"""One row times a matrix of eight bits, norm or gate included: x stays in registers while the matrix is read once.
 
 A tensor-core instruction multiplies 16 rows by 8 columns. One row of x would use one column, so the product is arranged
 differently: the 16 rows are four outputs times four neighbouring segments of 64 bytes, the columns are the same four
@@ -36,14 +36,11 @@ from twostroke.ops.cuda.kernels.launch import (
 from twostroke.ops.cuda.kernels.narrow_tiles import (
     BYTES,
     FINE,
-    INT4,
     JOINED,
     WHOLE,
     WHOLE_BITS,
     as_tall,
     codes_of,
-    group_words,
-    nibbles_of,
     whole_parts,
 )
 from twostroke.ops.cuda.kernels.rows import NORM, NOTHING, gated_pair
@@ -79,13 +76,12 @@ def tile_words(
 
 
 @triton.jit
-def row_places(shift, S: tl.constexpr, W: tl.constexpr, ROUNDS: tl.constexpr):
+def row_places(W: tl.constexpr, ROUNDS: tl.constexpr):
     """(ROUNDS · W · 32, 8): which elements of x each lane of each warp prepares: rows (round, warp, segment, half,
-    quarter). It will hold one part of both halves, and prepares both parts of one. A quarter of int4 is a group, whose
-    high nibbles begin at `shift`."""
+    quarter). It will hold one part of both halves, and prepares both parts of one."""
     index = tl.arange(0, ROUNDS * W * 32)
-    within = index % 4 * (S // 4) + index // 4 % 2 * 8
-    return tl.multiple_of(index // 8 * S + within + shift, 8)[:, None] + tl.arange(0, 8)[None, :]
+    within = index % 4 * 16 + index // 4 % 2 * 8
+    return tl.multiple_of(index // 8 * 64 + within, 8)[:, None] + tl.arange(0, 8)[None, :]
 
 
 @triton.jit
@@ -97,16 +93,10 @@ def raw_row(x_ptr, k, K: tl.constexpr, BEFORE: tl.constexpr):
 
 
 @triton.jit
-def parts_of(x, FORMAT: tl.constexpr, FAST: tl.constexpr):
-    """x, over its unit, as two parts: about first + second, in whole numbers first + second / FINE. The interpreter's
-    products take no bfloat16."""
+def parts_of(x, FORMAT: tl.constexpr):
+    """x, over its unit, as two parts: about first + second, in whole numbers first + second / FINE."""
     if FORMAT == 1:
         first, second = whole_parts(x)
-    elif FORMAT == 2:
-        first = x.to(tl.bfloat16)
-        second = (x - first.to(tl.float32)).to(tl.bfloat16)
-        if not FAST:
-            first, second = first.to(tl.float32), second.to(tl.float32)
     else:
         first = x.to(tl.float16)
         second = (x - first.to(tl.float32)).to(tl.float16)
@@ -114,12 +104,9 @@ def parts_of(x, FORMAT: tl.constexpr, FAST: tl.constexpr):
 
 
 @triton.jit
-def as_narrow(
-    x, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr, FORMAT: tl.constexpr, RUN: tl.constexpr,
-    FAST: tl.constexpr,
-):  # fmt: skip
+def as_narrow(x, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr, FORMAT: tl.constexpr, RUN: tl.constexpr):
     """x (rows, 8) as the other operand, (FOURS · ROUNDS · W, 64, 8): column 2 s + p is part p of segment s."""
-    first, second = parts_of(x, FORMAT, FAST)
+    first, second = parts_of(x, FORMAT)
     x = tl.reshape(tl.join(first, second), (ROUNDS * W, 4, 2, 4, 8 // RUN, RUN, 2))
     x = tl.reshape(tl.permute(x, (0, 2, 4, 3, 5, 1, 6)), (1, ROUNDS * W, 64, 8))
     return tl.reshape(tl.broadcast_to(x, (FOURS, ROUNDS * W, 64, 8)), (FOURS * ROUNDS * W, 64, 8))
@@ -149,38 +136,19 @@ def tile_start(x, BATCH: tl.constexpr, FORMAT: tl.constexpr):
 
 @triton.jit
 def tile_products(
-    words, groups, x, y, start, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr, FORMAT: tl.constexpr,
+    words, x, start, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr, FORMAT: tl.constexpr,
     FAST: tl.constexpr,
 ):  # fmt: skip
-    """(FOURS · ROUNDS · W, 16, 4): every output's segment times every segment of x. groups: int4's scales."""
+    """(FOURS · ROUNDS · W, 16, 4): every output's segment times every segment of x."""
     BATCH: tl.constexpr = FOURS * ROUNDS * W
     RUN: tl.constexpr = (4 if FORMAT == 1 else 2) * JOINED
     if FORMAT == 1:
         codes = as_tall(codes_of(words, FORMAT, FAST), W, FOURS * ROUNDS, 2, RUN)
         found = tl.dot(codes, x, start, out_dtype=tl.int32).to(tl.float32, bitcast=True) - WHOLE
-    elif FORMAT == 2:
-        low, high = nibbles_of(words, groups, FAST)
-        found = tl.dot(as_tall(low, W, FOURS * ROUNDS, 2, RUN), x, start)
-        found = tl.dot(as_tall(high, W, FOURS * ROUNDS, 2, RUN), y, found)
     else:
         found = tl.dot(as_tall(codes_of(words, FORMAT, FAST), W, FOURS * ROUNDS, 2, RUN), x, start)
     one, two = tl.split(tl.reshape(found, (BATCH, 16, 4, 2)))
     return one + two * (1.0 / FINE) if FORMAT == 1 else one + two
-
-
-@triton.jit
-def tile_groups(
-    scales_ptr, tile, n_rows, SEGMENTS: tl.constexpr, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr,
-    GATE: tl.constexpr, FAST: tl.constexpr,
-):  # fmt: skip
-    """int4's scales for each of the words of tile_words. Past the end they belong to other outputs: their codes are not
-    used."""
-    index = tl.arange(0, FOURS * ROUNDS * 2 * W * 8)
-    within = index // (ROUNDS * 2 * W * 8) * 4 + index // (W * 8) % 2 * 2 + index // 4 % 2
-    n = tl.minimum(output_rows(tile, within, n_rows, 4 * FOURS, GATE), n_rows - 1)
-    segment = tl.minimum((index // (2 * W * 8) % ROUNDS * W + index // 8 % W) * 4 + index % 4, SEGMENTS - 1)
-    at = (segment * n_rows + n) * 4
-    return group_words(scales_ptr + (at[:, None] + (tl.arange(0, 16) // 4)[None, :]), FAST)
 
 
 @triton.jit
@@ -202,37 +170,30 @@ def tile_sums(found, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr)
 @triton.jit
 def load_tile(
     w_ptr, scales_ptr, tile, n_rows, SEGMENTS: tl.constexpr, W: tl.constexpr, ROUNDS: tl.constexpr,
-    FOURS: tl.constexpr, FORMAT: tl.constexpr, GATE: tl.constexpr, FAST: tl.constexpr,
+    FOURS: tl.constexpr, GATE: tl.constexpr,
 ):  # fmt: skip
     words = tile_words(w_ptr, tile, n_rows, SEGMENTS, W, ROUNDS, FOURS, GATE)
-    if FORMAT == 2:
-        scale = tile_groups(scales_ptr, tile, n_rows, SEGMENTS, W, ROUNDS, FOURS, GATE, FAST)
-    else:
-        n = output_rows(tile, tl.arange(0, 4 * FOURS), n_rows, 4 * FOURS, GATE)
-        scale = tl.load(scales_ptr + n, mask=n < n_rows, other=0.0)
-    return words, scale
+    n = output_rows(tile, tl.arange(0, 4 * FOURS), n_rows, 4 * FOURS, GATE)
+    return words, tl.load(scales_ptr + n, mask=n < n_rows, other=0.0)
 
 
 @triton.jit
 def do_tile(
-    words, scale, x, y, start, units, unit, tile, following, w_ptr, scales_ptr, bias_ptr, out_ptr, n_rows,
+    words, scale, x, start, units, unit, tile, following, w_ptr, scales_ptr, bias_ptr, out_ptr, n_rows,
     SEGMENTS: tl.constexpr, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr, FORMAT: tl.constexpr,
     BIAS: tl.constexpr, ADD: tl.constexpr, GATE: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
     """A tile's outputs, and the next tile, which takes its registers."""
     n = output_rows(tile, tl.arange(0, 4 * FOURS), n_rows, 4 * FOURS, GATE)
     residual = tl.load(out_ptr + n, mask=n < n_rows, other=0.0).to(tl.float32) if ADD else 0.0
-    found = tile_products(words, scale, x, y, start, W, ROUNDS, FOURS, FORMAT, FAST)
-    words, next_scale = load_tile(
-        w_ptr, scales_ptr, following, n_rows, SEGMENTS, W, ROUNDS, FOURS, FORMAT, GATE, FAST
-    )  # fmt: skip
+    found = tile_products(words, x, start, W, ROUNDS, FOURS, FORMAT, FAST)
+    words, next_scale = load_tile(w_ptr, scales_ptr, following, n_rows, SEGMENTS, W, ROUNDS, FOURS, GATE)
     if FORMAT == 1:
         found = tl.reshape(tl.reshape(found, (FOURS, ROUNDS * W, 16, 4)) * units[None, :, None, :], found.shape)
     out = tile_sums(found, W, ROUNDS, FOURS)
     if FORMAT == 3:
         out *= unit
-    if FORMAT != 2:
-        out *= scale
+    out *= scale
     if BIAS:
         out += tl.load(bias_ptr + n, mask=n < n_rows, other=0.0)
     if GATE:
@@ -247,42 +208,30 @@ def do_tile(
 @triton.jit(do_not_specialize=["ask"])
 def one_row_kernel(
     x_ptr, norm_ptr, w_ptr, scales_ptr, bias_ptr, out_ptr, next_ptr, eps, n_rows, ask,
-    K: tl.constexpr, S: tl.constexpr, BEFORE: tl.constexpr, FORMAT: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
+    K: tl.constexpr, BEFORE: tl.constexpr, FORMAT: tl.constexpr, BIAS: tl.constexpr, ADD: tl.constexpr,
     GATE: tl.constexpr, W: tl.constexpr, ROUNDS: tl.constexpr, FOURS: tl.constexpr, BUFFERS: tl.constexpr,
     ASK: tl.constexpr, PDL: tl.constexpr, FAST: tl.constexpr,
 ):  # fmt: skip
-    SEGMENTS: tl.constexpr = (K + S - 1) // S
+    SEGMENTS: tl.constexpr = (K + 63) // 64
     TALL: tl.constexpr = 4 * FOURS
     RUN: tl.constexpr = (4 if FORMAT == 1 else 2) * JOINED
     w_ptr = w_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
     mine, turn = tl.program_id(0), tl.num_programs(0)
     tiles = tl.cdiv(n_rows, TALL)
-    words, scale = load_tile(w_ptr, scales_ptr, mine, n_rows, SEGMENTS, W, ROUNDS, FOURS, FORMAT, GATE, FAST)
+    words, scale = load_tile(w_ptr, scales_ptr, mine, n_rows, SEGMENTS, W, ROUNDS, FOURS, GATE)
     others, other = words, scale
     if BUFFERS == 2:
-        others, other = load_tile(
-            w_ptr, scales_ptr, mine + turn, n_rows, SEGMENTS, W, ROUNDS, FOURS, FORMAT, GATE, FAST
-        )  # fmt: skip
-    low = row_places(0, S, W, ROUNDS)
-    high = row_places(16, S, W, ROUNDS)  # the high nibbles' inputs
+        others, other = load_tile(w_ptr, scales_ptr, mine + turn, n_rows, SEGMENTS, W, ROUNDS, FOURS, GATE)
+    places = row_places(W, ROUNDS)
     if BEFORE == 1:
-        norm = tl.load(norm_ptr + low, mask=low < K, other=0.0)
+        norm = tl.load(norm_ptr + places, mask=places < K, other=0.0)
         most = tl.max(tl.abs(norm.to(tl.float32))) * tl.sqrt(K * 1.0)  # no element of a normed row is larger
-        if FORMAT == 2:
-            high_norm = tl.load(norm_ptr + high, mask=high < K, other=0.0)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
-    x = raw_row(x_ptr, low, K, BEFORE)
-    y = x
-    if FORMAT == 2:
-        y = raw_row(x_ptr, high, K, BEFORE)
+    x = raw_row(x_ptr, places, K, BEFORE)
     if BEFORE == 1:
-        squares = tl.sum(x * x + y * y if FORMAT == 2 else x * x)
-        size = tl.rsqrt(squares / K + eps)
-        x *= norm.to(tl.float32) * size
-        if FORMAT == 2:
-            y *= high_norm.to(tl.float32) * size
+        x *= norm.to(tl.float32) * tl.rsqrt(tl.sum(x * x) / K + eps)
     unit = 0.0
     units = tl.zeros((ROUNDS * W, 4), tl.float32)
     if FORMAT == 3:
@@ -294,19 +243,18 @@ def one_row_kernel(
         largest = largest_of(x, W, ROUNDS) / 127.0
         x = over(x, largest, W, ROUNDS)
         units = tl.reshape(largest, (ROUNDS * W, 4))
-    x = as_narrow(x, W, ROUNDS, FOURS, FORMAT, RUN, FAST)
-    y = as_narrow(y, W, ROUNDS, FOURS, FORMAT, RUN, FAST) if FORMAT == 2 else x
+    x = as_narrow(x, W, ROUNDS, FOURS, FORMAT, RUN)
     start = tile_start(x, FOURS * ROUNDS * W, FORMAT)
     for tile in tl.range(mine, tiles, BUFFERS * turn, num_stages=1):
         if ASK and tile + BUFFERS * turn >= tiles:  # all of this matrix is being loaded
             ask_ahead(next_ptr, mine, turn, ask)
         words, scale = do_tile(
-            words, scale, x, y, start, units, unit, tile, tile + BUFFERS * turn, w_ptr, scales_ptr, bias_ptr,
+            words, scale, x, start, units, unit, tile, tile + BUFFERS * turn, w_ptr, scales_ptr, bias_ptr,
             out_ptr, n_rows, SEGMENTS, W, ROUNDS, FOURS, FORMAT, BIAS, ADD, GATE, FAST,
         )  # fmt: skip
         if BUFFERS == 2:
             others, other = do_tile(
-                others, other, x, y, start, units, unit, tile + turn, tile + 3 * turn, w_ptr, scales_ptr, bias_ptr,
+                others, other, x, start, units, unit, tile + turn, tile + 3 * turn, w_ptr, scales_ptr, bias_ptr,
                 out_ptr, n_rows, SEGMENTS, W, ROUNDS, FOURS, FORMAT, BIAS, ADD, GATE, FAST,
             )  # fmt: skip
 
@@ -344,9 +292,8 @@ def one_row(
     gate: out (1, N / 2) is the first half of that, activated, times the second.
     following: the matrix that is read next, if its beginning is to be prefetched into the L2 cache.
     """
-    n, segments = codes.shape[0], codes.shape[1] // BYTES
-    s, k = 128 if fmt == INT4 else 64, x.shape[1] // (2 if before > NORM else 1)
-    assert triton.cdiv(k, s) == segments and x.shape[0] == 1 and x.is_contiguous()
+    n, segments, k = codes.shape[0], codes.shape[1] // BYTES, x.shape[1] // (2 if before > NORM else 1)
+    assert triton.cdiv(k, BYTES) == segments and x.shape[0] == 1 and x.is_contiguous()
     form = form_for(fmt, segments)
     programs = min(triton.cdiv(n, 4 * form.fours), processors(x.device) * form.programs)
     ask = 0
@@ -354,7 +301,7 @@ def one_row(
         ask = min(FETCHES, following.nbytes // (programs * FETCH_BYTES.value))
     one_row_kernel[(programs,)](
         x, x if norm is None else norm, codes, scales, scales if bias is None else bias, out,
-        codes if following is None else following, eps, n, ask, K=k, S=s, BEFORE=before, FORMAT=fmt,
+        codes if following is None else following, eps, n, ask, K=k, BEFORE=before, FORMAT=fmt,
         BIAS=bias is not None, ADD=add, GATE=gate, W=form.warps,
         ROUNDS=triton.next_power_of_2(triton.cdiv(segments, 4 * form.warps)), FOURS=form.fours, BUFFERS=form.buffers,
         ASK=ask > 0, PDL=PDL, FAST=not INTERPRETED, num_warps=form.warps, num_stages=1, **EARLY,
