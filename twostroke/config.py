@@ -131,8 +131,9 @@ class Config:
         None, "most tokens that one step computes", live=True, stroke="prefill", derived=by_device(DEFAULT_BATCH_TOKENS)
     )
     max_requests: int | None = setting(
-        None, "most requests that run at once", live=True, stroke="decode", derived=by_device(DEFAULT_REQUESTS)
-    )
+        None, "most requests that run at once", live=True, stroke="decode",
+        derived=by_device(DEFAULT_REQUESTS) + "; a server on one GPU measures how many, 64 to 1,024",
+    )  # fmt: skip
     kv_memory: int | None = setting(
         None, "bytes of the KV cache", stroke="decode", derived="a share of the memory that the weights leave"
     )

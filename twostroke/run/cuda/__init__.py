@@ -9,5 +9,6 @@ shared_prefix.py   streams that hold the same leading blocks
 staging.py         a step's numbers in one pinned copy
 kernel_cache.py    where compiled kernels are kept
 variants.py        the variants of attention that steps can meet
+request_count.py   how many requests run at once, from measured steps
 warm_up.py         compiles kernels before the first request; sizes the KV cache after the largest step
 """

@@ -4,7 +4,33 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-BATCHES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+BATCHES = (
+    1,
+    2,
+    4,
+    8,
+    16,
+    24,
+    32,
+    48,
+    64,
+    80,
+    96,
+    112,
+    128,
+    160,
+    192,
+    224,
+    256,
+    320,
+    384,
+    448,
+    512,
+    640,
+    768,
+    896,
+    1024,
+)
 MIXED_TOKENS = (16, 32, 64, 128, 192, 256)  # then multiples of TILE_ROWS
 DRAFTED = (8, 16, 32, 64, 128, 192, 256, 384, 512, 768, 1024)
 TILE_ROWS = 128  # rows that a product takes at a time

@@ -27,14 +27,15 @@ from twostroke.model.parallel import whole_step
 from twostroke.model.transformer import Transformer
 from twostroke.ops.cuda.backend import CudaOps
 from twostroke.ops.cuda.cuts import DeviceBatch
+from twostroke.ops.cuda.kernels.decode import longer, split_count
 from twostroke.ops.cuda.kernels.sample import Filters, resolve_tokens, sample
-from twostroke.ops.interface import KV_SCALE_BYTES
+from twostroke.ops.interface import BLOCK, KV_SCALE_BYTES
 from twostroke.run.cuda.batches import attention_kinds, grouped_attentions, make_batch
 from twostroke.run.cuda.capture import Capture, Pieces, capturing
 from twostroke.run.cuda.draft_chain import DraftChain, DraftPass
 from twostroke.run.cuda.ranked import StepMessage, lead_of
 from twostroke.run.cuda.staging import StagedArrays, Staging
-from twostroke.run.cuda.steps import Known, Mixture, Shape, Streams, on_device
+from twostroke.run.cuda.steps import COLUMNS, Known, Mixture, Shape, Streams, on_device
 from twostroke.run.drafting import Drafting, Passes
 from twostroke.run.runner import describe_choices, score_prompt
 from twostroke.run.sample import SLACK, choose_one, of_width, prompt_details
@@ -241,6 +242,26 @@ class CudaRunner:
         with capturing(self.pool) as graph:
             tokens = self._step(shape, entry)
         entry.graph, entry.tokens = graph, tokens  # at the end: a capture that failed must not be replayed
+
+    @torch.inference_mode()
+    def stream_seconds(self, rows: int) -> float:
+        """Seconds of a step of so many streams without contexts, captured and replayed. On a card."""
+        scale = longer(rows * self.kv_heads)
+        splits = split_count(-(-COLUMNS * BLOCK // scale))
+        shape = Shape(rows, rows, COLUMNS, rows, rows, splits, streams=True, scale=scale)
+        entry, times = self._entry(shape), []
+        with torch.cuda.stream(self.stream):
+            shape.fill_padding(self.staging.begin(entry.arrays))
+            self.staging.send(entry.arrays, entry.buffer)
+            self._step(shape, entry)
+            self._capture(shape, entry)
+            for _ in range(4):
+                began = timing_event()
+                entry.graph.replay()
+                done = timing_event()
+                done.synchronize()
+                times.append(began.elapsed_time(done) / 1e3)
+        return min(times)
 
     def _step(self, shape: Shape, entry: Captured) -> Tensor:
         hidden = self._forward(shape, entry.arrays, entry.there)

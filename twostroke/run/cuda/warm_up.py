@@ -35,7 +35,9 @@ from twostroke.record import replace
 from twostroke.run.cuda.batches import attentions, grouped_attentions
 from twostroke.run.cuda.buckets import all_mixed_rows
 from twostroke.run.cuda.ranked import lead_of
+from twostroke.run.cuda.request_count import MEASURED, MOST, RowTimes, request_count
 from twostroke.run.cuda.runner import CudaRunner
+from twostroke.run.cuda.steps import COLUMNS
 from twostroke.run.cuda.variants import attention_variants
 from twostroke.run.sample import SLACK
 from twostroke.sampling import SamplingParams
@@ -54,22 +56,46 @@ def prepare(
     config: Config, settings: Resolved, model: Transformer, draft: Transformer | None = None, *, ahead: bool
 ) -> Resolved:
     """Compile the kernels before the first request. Returns the settings, with a KV cache of what is really free where
-    its size was not given. ahead: all that steps can meet, so that no stream waits for a compiler later; else what a
-    prompt and its stream need, for a first token as soon as possible."""
+    its size was not given. ahead: all that steps can meet, so that no stream waits for a compiler later, and the number
+    of requests that measured steps allow; else what a prompt and its stream need, for a first token as soon as
+    possible."""
+    counts = ahead and config.max_requests is None and lead_of(model) is None and not INTERPRETED
+    if counts:
+        settings = replace(settings, max_requests=min(MOST, settings.max_batch_tokens))
     compile_kernels(model, settings, ahead=ahead)
     if draft is not None:
         compile_kernels(draft, settings, len(model.layers), ahead=ahead)
     if ahead:
         plan_row_counts(model, all_mixed_rows(settings.max_batch_tokens), PLANNING)
+    if counts:
+        settings = counted(model, settings)
     return (
         resized(config, settings, model, draft) if config.kv_blocks is None and config.kv_memory is None else settings
     )
 
 
+def counted(model: Transformer, settings: Resolved) -> Resolved:
+    """As many requests at once as measured steps and the memory allow."""
+    ops = cuda_ops(model)
+    tables = np.zeros((len(settings.layout.groups), MOST, COLUMNS), np.int32)
+    runner = CudaRunner(model, KVStorage(settings.layout, 2, settings.kv_dtype, ops.device), tables, ops)
+    times = RowTimes.measure(runner.stream_seconds)
+    del runner
+    torch.cuda.empty_cache()  # what the captured steps held
+    count = request_count(times, model.weight_bytes(), settings.layout, settings.kv_blocks, settings.max_gap)
+    count = min(count, settings.max_requests)
+    seconds = f"{times.one * 1e3:.1f}, {times.some * 1e3:.1f} and {times.many * 1e3:.1f} ms"
+    rows = f"1, {MEASURED[0]} and {MEASURED[1]} rows took {seconds}"
+    why = f"a step of so many streams takes half of max_gap at most, or the KV cache holds no more ({rows})"
+    return replace(settings, max_requests=count, reasons={**settings.reasons, "max_requests": why})
+
+
 def resized(config: Config, settings: Resolved, model: Transformer, draft: Transformer | None = None) -> Resolved:
     """The KV cache takes what the weights and the largest step leave."""
     free = free_after_warm_up(model, settings)
-    known = replace(config, max_model_len=settings.max_model_len, seed=settings.seed)
+    known = replace(
+        config, max_model_len=settings.max_model_len, seed=settings.seed, max_requests=settings.max_requests
+    )
     hardware = Hardware("cuda", settings.threads * settings.parallel, free)
     sized = resolve(known, model.arch, hardware, 0, draft.arch if draft else None)
     return replace(sized, reasons={**settings.reasons, **sized.reasons})

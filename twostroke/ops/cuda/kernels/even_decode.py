@@ -22,7 +22,7 @@ from twostroke.ops.interface import BLOCK, Attention, Batch, KVLayer
 
 ROWS = (256, 1024)  # requests that a compiled kernel can serve
 PROGRAMS = 8  # on a multiprocessor
-LEAST, MOST = 192, 1024  # K/V heads of all requests together, for which this is faster than decode.py
+LEAST, MOST = 128, 1024  # K/V heads of all requests together, for which this is faster than decode.py
 
 
 @triton.jit

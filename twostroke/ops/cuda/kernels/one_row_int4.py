@@ -265,12 +265,10 @@ FETCHES = 6  # of the next matrix by each program, FETCH_BYTES each
 
 def form_for(segments: int, gated: bool) -> Int4Form:
     """The fastest form, as measured on an H200 in whole steps. The outputs of a gate are not divided among programs."""
-    if gated and segments <= 32:
+    if segments <= 32:
         return Int4Form(4, triton.next_power_of_2(triton.cdiv(segments, 4)), 2)
     if gated:
         return Int4Form(16, triton.next_power_of_2(triton.cdiv(segments, 16)), 1)
-    if segments <= 32:
-        return Int4Form(8, triton.next_power_of_2(triton.cdiv(segments, 8)), 2)
     return Int4Form(8, 2, 3)
 
 

@@ -1,0 +1,40 @@
+"""How many requests run at once follows from steps that were measured, and from the memory."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("triton")
+
+from benchmarks.random_weights import LLAMA_1B, LLAMA_8B
+from twostroke.kv.layout import make_layout
+from twostroke.ops.interface import BLOCK
+from twostroke.run.cuda.request_count import CONTEXT, RowTimes, request_count
+
+LARGE = RowTimes(4.0e-3, 5.0e-3, 9.5e-3)  # about Llama-3.1-8B's on an H200
+LAYOUT = make_layout(LLAMA_8B, "bfloat16")
+PLENTY = 1 << 20
+
+
+def test_steps_grow_with_their_rows() -> None:
+    times = [LARGE.of(rows) for rows in (1, 64, 128, 256, 512, 1024)]
+    assert times == sorted(times)
+    assert LARGE.of(128) == pytest.approx(5.0e-3) and LARGE.of(512) == pytest.approx(9.5e-3)
+    assert RowTimes(4e-3, 4e-3, 3.9e-3).of(1024) == 4e-3  # noise: more rows are never faster
+
+
+def test_a_step_takes_half_of_the_gap() -> None:
+    count = request_count(LARGE, 15_000_000_000, LAYOUT, PLENTY, 0.05)
+    assert 256 <= count <= 512
+    assert request_count(LARGE, 15_000_000_000, LAYOUT, PLENTY, 0.2) == 1024
+    assert request_count(LARGE, 15_000_000_000, LAYOUT, PLENTY, 0.001) == 64
+
+
+def test_a_small_model_serves_the_most() -> None:
+    times = RowTimes(0.8e-3, 1.0e-3, 1.9e-3)
+    assert request_count(times, 2_500_000_000, make_layout(LLAMA_1B, "bfloat16"), PLENTY, 0.05) == 1024
+
+
+def test_the_cache_holds_them() -> None:
+    blocks = 100 * CONTEXT // BLOCK
+    assert request_count(LARGE, 15_000_000_000, LAYOUT, blocks, 0.2) == 96
