@@ -7,6 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from tests.ops.int4 import whole_int4
 from tests.ops.test_triton import DEVICE, REFERENCE, close, pytestmark  # noqa: F401
 from twostroke.ops.cuda.backend import CudaOps
 from twostroke.ops.cuda.kernels.one_row_int4 import WIDEST, Int4Form, form_for
@@ -20,14 +21,6 @@ CASES = [  # widths that do and do not fill the segments; outputs that end amid 
     (2048, 40, "norm", Int4Form(2, 4, 1)), (576, 16, "silu", Int4Form(8, 1, 2)),
     (1024, 80, "gelu_tanh", Int4Form(1, 2, 1)), (2880, 24, "silu", Int4Form(4, 1, 3)),
 ]  # fmt: skip
-
-
-def whole(weight: Int4) -> torch.Tensor:
-    """code · scale + least value, not rounded to bfloat16."""
-    rows, codes = weight.codes.shape[0], weight.codes.cpu().view(weight.codes.shape[0], -1, 16).int()
-    words = weight.scales.cpu().transpose(0, 1).reshape(rows, -1, 1)
-    scale, least = ((words << 16).view(torch.float32), (words & -65536).view(torch.float32))
-    return (torch.cat([codes & 15, codes >> 4], 2) * scale + least).view(rows, -1)[:, : weight.inputs]
 
 
 def cut_as(form: Int4Form, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,7 +49,9 @@ def test_one_row(wide: int, out: int, before: str, form: Int4Form, monkeypatch: 
     weight = made(ops, out, wide, bias, generator)
     norm = Norm(torch.rand(wide, generator=generator) + 0.5, 1e-5)
     kinds = {"none": None, "norm": norm, "silu": Gate("silu"), "gelu_tanh": Gate("gelu_tanh")}
-    expected = REFERENCE.linear(x, ReferenceMatrix(whole(weight), bias), before=kinds[before], add_to=residual.clone())
+    expected = REFERENCE.linear(
+        x, ReferenceMatrix(whole_int4(weight), bias), before=kinds[before], add_to=residual.clone()
+    )
     mine = on_card(norm) if before == "norm" else kinds[before]
     for _ in range(2):  # counters are set back
         found = ops.linear(x.to(DEVICE), weight, before=mine, add_to=residual.clone().to(DEVICE))
@@ -74,7 +69,7 @@ def test_gated_row(activation: str, out: int, form: Int4Form, monkeypatch: pytes
     x, bias = torch.randn(1, 512, generator=generator), torch.randn(out, generator=generator)
     weight = made(ops, out, 512, bias, generator)
     norm = Norm(torch.rand(512, generator=generator) + 0.5, 1e-5)
-    inner = REFERENCE.linear(x, ReferenceMatrix(whole(weight), bias), before=norm)
+    inner = REFERENCE.linear(x, ReferenceMatrix(whole_int4(weight), bias), before=norm)
     expected = REFERENCE.linear(inner, ReferenceMatrix(torch.eye(out // 2), None), before=gate)
     found = ops.gated(x.to(DEVICE), weight, on_card(norm), gate)
     assert found is not None

@@ -5,7 +5,8 @@ int4: 32 neighbouring inputs of an output share a scale and a least value, both 
 bfloat16(code · scale + least). Rows are made of slices of 128 inputs (zeros fill the last one), 64 bytes each; a byte
 holds inputs j and j + 16 of its group, and the 16 bytes of a group follow each other.
 
-x stays (nearly) whole in all of them. One row: one_row.py. Some rows: decoded.py. For many rows a decoded copy is made.
+x stays (nearly) whole in all of them. One row: one_row.py, and one_row_int4.py, which does not round the weights. Some
+rows: decoded.py. For many rows a decoded copy is made.
 """
 
 from __future__ import annotations
