@@ -86,7 +86,8 @@ class AsyncEngine:
         self.admission: Admission
         self.ended = EndedRequests()
         self._recipients: dict[int, Recipient] = {}  # by request id
-        self._to_wake: dict[Stream, None] = {}  # streams that got pieces in this report
+        self._to_wake: dict[Stream, None] = {}  # streams that got pieces
+        self._waking = False  # they will be woken soon
         self._grammars = FairTurns(most=MAX_GRAMMARS)
         self.progress = Progress(self.clock)
         self._checker = ThreadPoolExecutor(1, thread_name_prefix="grammar")
@@ -208,8 +209,15 @@ class AsyncEngine:
     def wake_later(self, stream: Stream) -> None:
         self._to_wake[stream] = None
 
+    def _wake_soon(self) -> None:
+        """Once all reports are read that have come by now: a server that is late writes several tokens at once."""
+        if not self._waking:
+            self._waking = True
+            asyncio.get_running_loop().call_soon(self._wake)
+
     def _wake(self) -> None:
         """Wake each stream once, however many of its answers got pieces."""
+        self._waking = False
         streams, self._to_wake = self._to_wake, {}
         for stream in streams:
             stream.wake()
@@ -255,7 +263,7 @@ class AsyncEngine:
                 self.admission.release(recipient.cost, recipient.key)
         if gaps:
             self.observer.gaps(gaps)
-        self._wake()
+        self._wake_soon()
 
     def _push(self, recipient: Recipient, event: Event, at: float, gaps: list[float]) -> None:
         stream, choice, answer, *_ = recipient

@@ -35,8 +35,8 @@ class StreamOwner(Protocol):
 class Stream:
     """`take` gives all pieces that wait, iteration one at a time.
 
-    A `listener` may take pieces that are only text (choice, text) at once while a task waits in `take`: the task then
-    sleeps on. It returns False when it cannot take one, which then waits for `take` as any other.
+    A `listener` may take pieces that are only text (choice, text) while a task waits in `take`: the task then sleeps
+    on. It returns False when it cannot take one, which then waits for `take` as any other.
     """
 
     def __init__(
@@ -87,8 +87,6 @@ class Stream:
             tap(choice, event)
         if self._closed and self.holders and event.finish_reason is None:
             return  # its own reader has gone
-        if self.listener is not None and not self._pieces and event.is_text and self._tell(choice, event.text):
-            return
         self._pieces.append(Piece(choice, event))
         self._unread += len(event.token_ids)
         if event.finish_reason is not None:
@@ -98,21 +96,35 @@ class Stream:
             self._given_up = True  # what waits is kept, and is bounded; the rest is ended
             self.owner.end(self, SLOW_READER)
 
-    def _tell(self, choice: int, text: str) -> bool:
-        """Give text to the listener, if the task sleeps."""
-        waiter, listener = self._waiter, self.listener
-        if listener is None or waiter is None or waiter.done():
-            return False
+    def wake(self) -> None:
+        """Give the pieces that wait to the listener if they are only text; else resume the task in `take`."""
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            return
         try:
-            return listener(choice, text)
+            told = self._tell()
         except Exception as error:
             waiter.set_exception(error)  # for the task that waits, not for the engine
-            return True
+            return
+        if not told:
+            waiter.set_result(None)
 
-    def wake(self) -> None:
-        """Resume the task that waits in `take`, if one does."""
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+    def _tell(self) -> bool:
+        """Whether the listener has taken all pieces. It gets the text of each answer at once, however many steps it is
+        from."""
+        if self.listener is None or not all(piece.event.is_text for piece in self._pieces):
+            return False
+        while self._pieces:
+            choice = self._pieces[0].choice
+            mine = [piece for piece in self._pieces if piece.choice == choice]
+            if not self.listener(choice, "".join(piece.event.text for piece in mine)):
+                return False
+            if len(mine) == len(self._pieces):
+                self._pieces.clear()
+            else:
+                self._pieces = deque(piece for piece in self._pieces if piece.choice != choice)
+            self._unread -= sum(len(piece.event.token_ids) for piece in mine)
+        return True
 
     @property
     def ending(self) -> bool:

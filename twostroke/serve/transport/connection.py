@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 import h11
+from h11._writers import ChunkedWriter
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from twostroke.serve.transport import places
@@ -31,6 +32,10 @@ def raw_answer(status: bytes, error: ApiError) -> bytes:
     retry = b"" if error.retry_after is None else b"retry-after: %d\r\n" % error.retry_after
     lines = b"content-type: application/json\r\n%bconnection: close\r\ncontent-length: %d\r\n" % (retry, len(body))
     return b"HTTP/1.1 %b\r\n%b\r\n%b" % (status, lines, body)
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
 
 
 FULL = raw_answer(b"503 Service Unavailable", full())
@@ -155,8 +160,12 @@ class Connection(H11Protocol):
             return False
         data = make()
         if data:
-            self.transport.write(self.conn.send(h11.Data(data=data)))
+            self.transport.write(chunk(data) if self._in_chunks() else self.conn.send(h11.Data(data=data)))
         return True
+
+    def _in_chunks(self) -> bool:
+        """Whether the answer's body is under way in chunks: h11 would only frame what it is given."""
+        return type(self.conn._writer) is ChunkedWriter and self.conn.our_state is h11.SEND_BODY
 
     def data_received(self, data: bytes) -> None:
         self.unread += data
