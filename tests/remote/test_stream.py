@@ -58,10 +58,24 @@ async def test_text_of_several_steps_is_told_at_once() -> None:
     stream.wake()
     assert told == [(0, "ab"), (1, "x")] and not task.done()
     stream.put(0, text("c"))
-    stream.put(0, StreamEvent("", (), "length"))
+    stream.put(0, StreamEvent("d", (1,), "length"))
     stream.wake()
-    assert [piece.event.text for piece in await task] == ["c", ""]  # the task takes an end, and what came before it
-    assert len(told) == 2
+    assert told[2:] == [(0, "cd")]  # the text of the last piece too; its end is for the task
+    assert [(piece.event.text, piece.event.finish_reason) for piece in await task] == [("", "length")]
+
+
+@in_a_loop
+async def test_pieces_of_an_answer_keep_their_order() -> None:
+    """What is more than text is for the task, and text after it too."""
+    stream, told = made(2), list[tuple[int, str]]()
+    stream.listener = lambda choice, written: not told.append((choice, written))
+    task = await asleep(stream)
+    scored = StreamEvent("b", (1,), logprobs=())
+    for choice, event in ((0, text("a")), (0, scored), (0, text("c")), (1, text("x"))):
+        stream.put(choice, event)
+    stream.wake()
+    assert told == [(0, "a"), (1, "x")]
+    assert [piece.event.text for piece in await task] == ["b", "c"]
 
 
 @in_a_loop

@@ -24,7 +24,15 @@ class StreamEvent(NamedTuple):
     @property
     def is_text(self) -> bool:
         """Whether it holds text and nothing that only some callers want."""
-        return bool(self.text) and self.finish_reason is None and self.logprobs is None
+        return bool(self.text) and self.finish_reason is None and self.logprobs is None and not self.reasoning
+
+    @property
+    def parts(self) -> tuple[StreamEvent, ...]:
+        """A last piece as its text and its end; any other as it is."""
+        text = self._replace(finish_reason=None, timeline=None, error=None)
+        if self.finish_reason is None or not text.is_text:
+            return (self,)
+        return text, self._replace(text="", token_ids=())
 
 
 @dataclass(slots=True)

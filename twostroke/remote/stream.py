@@ -97,34 +97,33 @@ class Stream:
             self.owner.end(self, SLOW_READER)
 
     def wake(self) -> None:
-        """Give the pieces that wait to the listener if they are only text; else resume the task in `take`."""
+        """Give text that waits to the listener, and resume the task in `take` if there is anything else. Many streams
+        may end in one step: text is written before the tasks deal with the ends."""
         waiter = self._waiter
         if waiter is None or waiter.done():
             return
         try:
-            told = self._tell()
+            self._tell()
         except Exception as error:
             waiter.set_exception(error)  # for the task that waits, not for the engine
             return
-        if not told:
+        if self._pieces:
             waiter.set_result(None)
 
-    def _tell(self) -> bool:
-        """Whether the listener has taken all pieces. It gets the text of each answer at once, however many steps it is
-        from."""
-        if self.listener is None or not all(piece.event.is_text for piece in self._pieces):
-            return False
-        while self._pieces:
-            choice = self._pieces[0].choice
-            mine = [piece for piece in self._pieces if piece.choice == choice]
-            if not self.listener(choice, "".join(piece.event.text for piece in mine)):
-                return False
-            if len(mine) == len(self._pieces):
-                self._pieces.clear()
-            else:
-                self._pieces = deque(piece for piece in self._pieces if piece.choice != choice)
-            self._unread -= sum(len(piece.event.token_ids) for piece in mine)
-        return True
+    def _tell(self) -> None:
+        """The listener gets the text of each answer at once, however many steps it is from."""
+        if self.listener is None:
+            return
+        waiting: dict[int, list[StreamEvent]] = {}
+        for choice, event in self._pieces:
+            waiting.setdefault(choice, []).extend(event.parts)
+        for choice, events in waiting.items():
+            count = next((n for n, event in enumerate(events) if not event.is_text), len(events))
+            if count and not self.listener(choice, "".join(event.text for event in events[:count])):
+                break
+            del events[:count]
+        self._pieces = deque(Piece(choice, event) for choice, events in waiting.items() for event in events)
+        self._unread = sum(len(piece.event.token_ids) for piece in self._pieces)
 
     @property
     def ending(self) -> bool:
