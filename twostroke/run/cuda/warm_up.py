@@ -59,7 +59,7 @@ def prepare(
     its size was not given. ahead: all that steps can meet, so that no stream waits for a compiler later, and the number
     of requests that measured steps allow; else what a prompt and its stream need, for a first token as soon as
     possible."""
-    counts = ahead and config.max_requests is None and lead_of(model) is None and not INTERPRETED
+    counts = ahead and config.max_requests is None and countable(model)
     if counts:
         settings = replace(settings, max_requests=min(MOST, settings.max_batch_tokens))
     compile_kernels(model, settings, ahead=ahead)
@@ -72,6 +72,13 @@ def prepare(
     return (
         resized(config, settings, model, draft) if config.kv_blocks is None and config.kv_memory is None else settings
     )
+
+
+def countable(model: Transformer) -> bool:
+    """Whether the number of requests follows from steps without contexts. Latents and compressed entries are small, and
+    exact steps cost more with long contexts: these have the usual number."""
+    grouped = len(grouped_attentions(model)) == len(model.layers)
+    return grouped and not cuda_ops(model).one_order and lead_of(model) is None and not INTERPRETED
 
 
 def counted(model: Transformer, settings: Resolved) -> Resolved:
