@@ -60,7 +60,8 @@ def test_prompts_are_shared_out_as_the_kernels_do_it(model):
 
 
 def test_padding_of_streams_is_that_of_the_runner():
-    assert [rows_run(count, prompts=False) for count in (1, 3, 20, 65, 512, 600, 1025)] == [1, 4, 24, 80, 512, 640, 1025]
+    counts, rows = (1, 3, 20, 65, 512, 600, 1025), [1, 4, 24, 80, 512, 640, 1025]
+    assert [rows_run(count, prompts=False) for count in counts] == rows
     assert [rows_run(count, prompts=True) for count in (2, 33, 160, 257, 2047, 2048)] == [16, 64, 192, 384, 2048, 2048]
 
 
