@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
@@ -90,3 +94,17 @@ def test_gates_of_wider_matrices_are_left_to_the_next_product() -> None:
     weight = ops.adopt(torch.zeros(32, 128 * (WIDEST + 1), device=DEVICE))
     x = torch.zeros(1, 128 * (WIDEST + 1), device=DEVICE)
     assert ops.gated(x, weight, on_card(Norm(torch.ones(x.shape[1]), 1e-5)), Gate("silu")) is None
+
+
+@pytest.mark.slow
+def test_x_lies_in_registers() -> None:
+    """Codes are multiplied as integers. In shared memory x would take 32 KB, and the loop would read it byte by byte;
+    sums over the warps take a few KB."""
+    plain = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tests.ops.compile_int4_row"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, env=plain)
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert len(lines) == 2
+    for instruction, shared in lines:
+        assert "m16n8k32" in instruction and ".s8." in instruction
+        assert int(shared) <= 8192

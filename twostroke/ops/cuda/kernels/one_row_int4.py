@@ -3,7 +3,7 @@
 A lane holds 16 bytes of an output, which are one group (quantized.py). So the columns of the other operand are the four
 groups of a segment in two parts each, and a column is zero in the lanes of the other groups: what the tensor cores add
 up for a column is one group's sum. It is a whole number, and needs one scale and one least value for every 32 codes.
-That is two instructions for three codes, where codes that become bfloat16 one by one take four for each.
+That is less than two instructions for a code, where codes that become bfloat16 one by one take four.
 
     sum over inputs of weight · x = sum over groups of scale · (sum of code · x) + least · (sum of x)
 
