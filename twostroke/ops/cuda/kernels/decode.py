@@ -216,7 +216,6 @@ def decode_kernel(
         seen, k, v = load_kv(
             start, begin, end, blocks, keys, values, block_stride, token_stride, HEAD, WIDE, BLOCK, TILE, DTYPE
         )
-        blocks = blocks_of(table, start + TILE, begin, end, BLOCK, TILE)
     if PDL:
         gdc_wait()
         gdc_launch_dependents()
@@ -251,7 +250,11 @@ def decode_kernel(
     else:
         q = tl.load(heads[:, None] + dims[None, :], mask=inside, other=0.0)
     for n0 in tl.range(start, end, TILE, num_stages=STAGES):
-        following = blocks_of(table, n0 + TILE, begin, end, BLOCK, TILE)
+        following = blocks
+        if STAGES == 1:  # no tile is under way that would wait for the lookup
+            blocks = blocks_of(table, n0, begin, end, BLOCK, TILE)
+        else:
+            following = blocks_of(table, n0 + TILE, begin, end, BLOCK, TILE)
         seen, k, v = load_kv(
             n0, begin, end, blocks, keys, values, block_stride, token_stride, HEAD, WIDE, BLOCK, TILE, DTYPE
         )

@@ -31,7 +31,7 @@ from twostroke.ops.cuda.kernels.launch import (
     gdc_wait,
 )
 from twostroke.ops.cuda.kernels.narrow_tiles import FINE, JOINED, WHOLE, WHOLE_BITS, as_tall, bytes_of
-from twostroke.ops.cuda.kernels.one_row import processors
+from twostroke.ops.cuda.kernels.one_row import processors, raw_row
 from twostroke.ops.cuda.kernels.rows import NORM, NOTHING, gated_pair
 
 RUN = tl.constexpr(4 * JOINED.value)  # neighbouring bytes of an output along the product's inner side
@@ -107,14 +107,6 @@ def row_places(first, shift, W: tl.constexpr, ROUNDS: tl.constexpr):
     within = place // RUN % 4 * 32 + place // (4 * RUN) * RUN + place % RUN
     segment = first + batch % W * ROUNDS + batch // W
     return tl.max_contiguous(tl.multiple_of(segment[:, None] * 128 + within[None, :] + shift, (1, 8)), (1, 8))
-
-
-@triton.jit
-def raw_row(x_ptr, k, K: tl.constexpr, BEFORE: tl.constexpr):
-    x = tl.load(x_ptr + k, mask=k < K, other=0.0).to(tl.float32)
-    if BEFORE >= 2:
-        x = gated_pair(x, tl.load(x_ptr + K + k, mask=k < K, other=0.0).to(tl.float32), BEFORE)
-    return x
 
 
 @triton.jit
