@@ -4,14 +4,16 @@
 
 The server is a process, its clients another one. Right after "ready" all loads are sent, one burst after the other, and
 then all of them again with new prompts. What the first round takes longer than the second was made while people waited:
-kernels compiled, graphs captured, the library's plans. Gaps and TTFT are seen from the clients' side. `--shape` writes
-a folder with random weights and serves that. `--scale` makes prompts and numbers of requests smaller, for small
+kernels compiled, graphs captured, the library's plans. Gaps and TTFT are seen from the clients' side; beside them stands
+the longest step with a stream in it, from the server's step log. `--shape` writes a folder with random weights and
+serves that. `--scale` makes prompts and numbers of requests smaller, for small
 machines. The result is written after every server, and the last line is JSON.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
 import subprocess
@@ -140,15 +142,31 @@ def seen(records: list[RequestRecord]) -> dict[str, Any]:
     }  # fmt: skip
 
 
+class StepLog:
+    """The server's log of its steps, one burst after the other."""
+
+    def __init__(self, url: str):
+        self.url, self.last = url + "/twostroke/steps?limit=1024", 0
+
+    def burst(self) -> dict[str, Any]:
+        """Of the steps since the last call."""
+        with urllib.request.urlopen(f"{self.url}&since={self.last}", timeout=30) as answer:
+            document = json.load(answer)
+        self.last = document["last"]
+        carried = [step["seconds"] for step in document["steps"] if step["decode_tokens"]]
+        return {"steps": len(document["steps"]), "longest_step_ms": round(1e3 * max(carried, default=0.0), 1)}
+
+
 def measure(words: list[str], home: str, vocabulary: int, scale: float, longest: int) -> dict[str, Any]:
     names = [name for name, load in LOADS.items() if load.prompt + load.new <= longest]
     loads: dict[str, Any] = {name: {} for name in names}
     with served(words, home) as (url, ready), ProcessPoolExecutor(1, get_context("spawn")) as clients:
         print(f"ready after {ready:.1f} s", flush=True)
+        log = StepLog(url)
         for turn, when in enumerate(("first", "second")):
             for name in names:
                 burst = clients.submit(ask, url, vocabulary, name, arrivals(name, turn, scale)).result()
-                loads[name][when] = seen(burst)
+                loads[name][when] = {**seen(burst), **log.burst()}
                 print(f"{when:7s} {name:26s} {loads[name][when]}", flush=True)
     return {"ready_s": round(ready, 2), "loads": loads, **worst(loads)}
 
