@@ -4,10 +4,10 @@
 
 The server is a process, its clients another one. Right after "ready" all loads are sent, one burst after the other, and
 then all of them again with new prompts. What the first round takes longer than the second was made while people waited:
-kernels compiled, graphs captured, the library's plans. Gaps and TTFT are seen from the clients' side; beside them stands
-the longest step with a stream in it, from the server's step log. `--shape` writes a folder with random weights and
-serves that. `--scale` makes prompts and numbers of requests smaller, for small
-machines. The result is written after every server, and the last line is JSON.
+kernels compiled, graphs captured, the library's plans. Gaps and TTFT are seen from the clients' side. The longest step
+with a stream in it is from the log of steps. `--shape` writes a folder with random weights and serves that.
+`--scale` makes prompts and numbers of requests smaller, for small machines. The result is written after every server,
+and the last line is JSON.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def seen(records: list[RequestRecord]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-class StepLog:
+class ServerSteps:
     """The server's log of its steps, one burst after the other."""
 
     def __init__(self, url: str):
@@ -162,7 +162,7 @@ def measure(words: list[str], home: str, vocabulary: int, scale: float, longest:
     loads: dict[str, Any] = {name: {} for name in names}
     with served(words, home) as (url, ready), ProcessPoolExecutor(1, get_context("spawn")) as clients:
         print(f"ready after {ready:.1f} s", flush=True)
-        log = StepLog(url)
+        log = ServerSteps(url)
         for turn, when in enumerate(("first", "second")):
             for name in names:
                 burst = clients.submit(ask, url, vocabulary, name, arrivals(name, turn, scale)).result()

@@ -56,9 +56,9 @@ def test_equal_logits_are_still_equally_likely(temperature: float) -> None:
 
 def test_a_device_does_not_choose_at_a_tiny_temperature() -> None:
     """Its arithmetic is in float32."""
-    on_device = pytest.importorskip("twostroke.run.cuda.steps", exc_type=ModuleNotFoundError).on_device
-    assert on_device(choice_of(temperature=TINY)) and on_device(choice_of(temperature=0.0))
-    assert not on_device(choice_of(temperature=TINY / 2))
+    chosen_within = pytest.importorskip("twostroke.run.cuda.steps", exc_type=ModuleNotFoundError).chosen_within
+    assert chosen_within(choice_of(temperature=TINY)) and chosen_within(choice_of(temperature=0.0))
+    assert not chosen_within(choice_of(temperature=TINY / 2))
 
 
 @pytest.mark.parametrize("names", [["5", "05", "005"], ["05"], ["00"], ["٥"], ["+5"], [" 5"], ["5.0"], ["-0"]])

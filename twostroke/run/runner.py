@@ -65,7 +65,7 @@ class ModelRunner:
             return self._choose(step, logits, details)
         kept = tuple(step.accepted([token if token >= 0 else None for token in best]))
         if min(best) < 0 or any([choice.request.params.logprobs is not None for choice in step.choices]):  # noqa: C419
-            describe_choices(step, kept, logits, {}, details)
+            describe_choices(step, kept, scores_of(logits), {}, details)
         return kept
 
     def _run(self, step: StepRows, details: dict[int, Details]) -> tuple[tuple[int, ...], ...]:
@@ -104,7 +104,7 @@ class ModelRunner:
         masks = self.grammars.masks(step.choices) if self.grammars is not None else NO_MASKS
         chosen = choose(logits, step.choices, self._argmax, masks.allowed)
         kept = step.accepted([None if row in masks.unmasked else token for row, token in enumerate(chosen)])
-        describe_choices(step, kept, logits, masks.errors, details)
+        describe_choices(step, kept, scores_of(logits), masks.errors, details)
         return tuple(kept)
 
 
@@ -121,10 +121,17 @@ def score_prompt(
     return scores
 
 
+ScoreOf = Callable[[int, int, int], TokenLogprobs]  # of a row of logits, its token, and so many best ones
+
+
+def scores_of(logits: np.ndarray) -> ScoreOf:
+    return lambda row, token, best: logprobs(logits[row], token, best)
+
+
 def describe_choices(
     step: StepRows,
     kept: Sequence[tuple[int, ...]],
-    logits: np.ndarray | Mapping[int, np.ndarray],
+    score: ScoreOf,
     errors: Mapping[int, str],
     details: dict[int, Details],
 ) -> None:
@@ -137,5 +144,5 @@ def describe_choices(
         if not tokens:
             details.setdefault(work, Details()).error = errors.get(row, NOT_FINITE)
         elif wanted is not None:
-            found = tuple(logprobs(logits[row + i], token, wanted) for i, token in enumerate(tokens))
+            found = tuple(score(row + i, token, wanted) for i, token in enumerate(tokens))
             details.setdefault(work, Details()).logprobs = found

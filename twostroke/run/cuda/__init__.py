@@ -6,6 +6,7 @@ steps.py           the shape of a step, and its arrays padded to it; batches.py:
 ranked.py          steps of a model that is divided among several cards; collective.py: what these give each other
 buckets.py         the row counts that steps are padded to
 shared_prefix.py   streams that hold the same leading blocks
+choosing.py        tokens whose logits are not enough; edits.py: what changes them; scores.py: what is reported
 staging.py         a step's numbers in one pinned copy
 kernel_cache.py    where compiled kernels are kept
 variants.py        the variants of attention that steps can meet

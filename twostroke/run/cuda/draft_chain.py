@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
-from twostroke.run.cuda.steps import on_device
+from twostroke.run.cuda.steps import chosen_within
 from twostroke.run.drafting import DraftRows, Drafts, Passes
 from twostroke.types import MOST_DRAFTED, Choice, Plan, Work
 
@@ -40,7 +40,7 @@ class DraftChain:
     def can_write(self, plan: Plan) -> bool:
         """Whether the device chooses all tokens of the drafts by itself."""
         writing = (draft.request for draft in plan.drafts if draft.writes)
-        return all(on_device(Choice(request, len(request.tokens), request.tokens)) for request in writing)
+        return all(chosen_within(Choice(request, len(request.tokens), request.tokens)) for request in writing)
 
     def launch(self, plan: Plan) -> tuple[tuple[Work, ...], tuple[DraftPass, ...]]:
         """The plan's works, with drafts whose tokens are named by their places."""

@@ -1,6 +1,6 @@
 """Runs plans on a GPU. Two plans may be in flight: the next is prepared and queued while one runs.
 
-Nothing here waits for the device but `collect`, and rows that need the host (penalties, log probabilities). A token
+Nothing here waits for the device but `collect`, and rows that need the host (grammars: run/cuda/choosing.py). A token
 sampled by a step still in flight never leaves the device: the next step reads it from `newest`, by the request's row.
 Steps that kept the device waiting for the host are captured as graphs, one for each shape (run/cuda/steps.py), when
 such a step occurs again: the first tokens do not wait for captures, and long steps are not captured at all. Of drafts
@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from twostroke.grammar.masks import NO_MASKS, GrammarRows
+from twostroke.grammar.masks import GrammarRows
 from twostroke.kv.storage import KVStorage
 from twostroke.model.parallel import whole_step
 from twostroke.model.transformer import Transformer
@@ -32,15 +32,17 @@ from twostroke.ops.cuda.kernels.sample import Filters, resolve_tokens, sample
 from twostroke.ops.interface import BLOCK, KV_SCALE_BYTES
 from twostroke.run.cuda.batches import attention_kinds, grouped_attentions, make_batch
 from twostroke.run.cuda.capture import Capture, Pieces, capturing
+from twostroke.run.cuda.choosing import Choosing, Newest
 from twostroke.run.cuda.draft_chain import DraftChain, DraftPass
 from twostroke.run.cuda.ranked import StepMessage, lead_of
+from twostroke.run.cuda.scores import Scores
 from twostroke.run.cuda.staging import StagedArrays, Staging
-from twostroke.run.cuda.steps import COLUMNS, Known, Mixture, Shape, Streams, on_device
+from twostroke.run.cuda.steps import COLUMNS, Known, Mixture, Shape, Streams
 from twostroke.run.drafting import Drafting, Passes
-from twostroke.run.runner import describe_choices, score_prompt
-from twostroke.run.sample import SLACK, choose_one, of_width, prompt_details
-from twostroke.run.step import StepRows
-from twostroke.types import Choice, Details, Plan, Result, WorkKind
+from twostroke.run.runner import describe_choices
+from twostroke.run.sample import SLACK, prompt_details
+from twostroke.run.step import PromptRows, StepRows
+from twostroke.types import Details, Plan, Result, WorkKind
 
 log = logging.getLogger(__name__)
 OCCURRENCES = 2  # of a shape before it is captured
@@ -59,7 +61,7 @@ class Captured:
     occurred: int = 0
     worthwhile: bool = False  # the device waited for the host
     graph: Any = None
-    tokens: Tensor | None = None
+    end: Tensor | None = None  # the tokens, or what they are chosen from
     pending: bool = False  # its graph is being made while steps run
     failed: bool = False  # and could not be made
     left_out: int = 0  # steps of this shape that ran without their drafts
@@ -79,9 +81,9 @@ class Handle:
     tokens: Tensor  # pinned, (choices,)
     began: Any  # when the device began with it, and was done
     done: Any
-    details: dict[int, Details] = field(default_factory=dict)
-    logits: dict[int, np.ndarray] = field(default_factory=dict)  # of choices whose log probabilities are wanted
-    errors: dict[int, str] = field(default_factory=dict)  # of choices that the host could not make
+    prompts: tuple[tuple[PromptRows, Scores], ...] = ()
+    scores: Scores | None = None  # of choices whose log probabilities are wanted
+    errors: dict[int, str] = field(default_factory=dict)  # of choices that could not be made
     clocked: Clocked | None = None
     passes: Passes = ()
     launched: tuple[DraftPass, ...] = ()  # passes of the draft model before it that are not collected yet
@@ -98,7 +100,7 @@ class CudaRunner:
         vocab: int | None = None,
     ):  # fmt: skip
         """drafting and vocab: as in run/runner.py."""
-        self.grammars, self.drafting, self.vocab = grammars, drafting, vocab
+        self.drafting, self.vocab = drafting, vocab
         self.model, self.kv, self.tables, self.ops = model, kv, tables, ops
         self.on_card = ops.device.type == "cuda"
         self.lead = lead_of(model)
@@ -109,6 +111,7 @@ class CudaRunner:
             self.stream.wait_stream(torch.cuda.current_stream())  # the weights may still be on their way
         self.pool: Any = torch.cuda.graph_pool_handle() if self.graphs else None
         self.staging = Staging(ops.device)
+        self.choosing = Choosing(ops.device, grammars, vocab, self._until)
         self.newest = torch.zeros(tables.shape[1], dtype=torch.int32, device=ops.device)
         self.chain = None
         if drafting is not None:
@@ -138,7 +141,7 @@ class CudaRunner:
             elif self.drafting is not None:
                 works, passes = self.drafting.write(plan)
             rows = StepRows(works)
-            streams = all(work.kind is WorkKind.WRITE for work in works) and all(map(on_device, rows.choices))
+            streams = all(work.kind is WorkKind.WRITE for work in works)
             handle = self._launch_streams(rows) if streams else self._launch_mixed(rows, written=bool(plan.drafts))
             handle.began = began or handle.began
             handle.passes, handle.launched = passes, launched
@@ -146,7 +149,7 @@ class CudaRunner:
 
     def launch_rows(self, rows: StepRows) -> Handle:
         """Rows of a draft model, of which nothing is asked but the tokens that they choose."""
-        streams = rows.single and len(rows.choices) == rows.total and all(map(on_device, rows.choices))
+        streams = rows.single and len(rows.choices) == rows.total
         return self._launch_streams(rows) if streams else self._launch_mixed(rows, written=True)
 
     def collect_rows(self, handle: Handle) -> tuple[list[int], float | None]:
@@ -163,7 +166,7 @@ class CudaRunner:
         return [token if 0 <= token < most else None for token in chosen]
 
     def collect(self, handle: Handle) -> Result:
-        rows, details, settled = handle.rows, handle.details, True
+        rows, details, settled = handle.rows, dict[int, Details](), True
         if handle.launched:
             assert self.chain is not None
             rows.works, handle.passes, settled = self.chain.collect(handle.launched, rows.works)
@@ -171,7 +174,11 @@ class CudaRunner:
         handle.settled = handle.settled and settled
         chosen = handle.tokens[: len(rows.choices)].tolist()
         kept = rows.accepted([None if token < 0 else token for token in chosen])
-        describe_choices(rows, kept, handle.logits, handle.errors, details)
+        for prompt, scores in handle.prompts:
+            details[prompt.work] = prompt_details(scores.of_prompt(prompt, rows.works[prompt.work].request))
+        if handle.scores is not None or min(chosen, default=0) < 0:
+            scores = handle.scores or Scores((), torch.empty(0, 2))
+            describe_choices(rows, kept, scores.of, handle.errors, details)
         self.results.append(handle.tokens)
         return Result(tuple(kept), details, seconds, handle.passes, handle.settled, handle.verified)
 
@@ -216,6 +223,7 @@ class CudaRunner:
 
     def _run_shape(self, rows: StepRows, shape: Shape, entry: Captured) -> Handle:
         began = self._event()
+        newest = self.choosing.newest(rows.choices, self.newest) if shape.later else None
         self.staging.send(entry.arrays, entry.buffer)
         entry.occurred += 1
         known = entry.graph is not None
@@ -223,14 +231,28 @@ class CudaRunner:
             self._capture(shape, entry)
         if entry.graph is not None:
             entry.graph.replay()
-            assert entry.tokens is not None
-            handle = self._finish(rows, entry.tokens, began)
+            assert entry.end is not None
+            handle = self._end(rows, shape, entry.end, entry.there, began, newest)
             handle.settled = known and entry.occurred > 1
             return handle
         host = time.perf_counter()
-        tokens = self._step(shape, entry)
+        end = self._step(shape, entry)
         clocked = Clocked(entry, time.perf_counter() - host) if self.graphs else None
-        return self._finish(rows, tokens, began, clocked=clocked)
+        handle = self._end(rows, shape, end, entry.there, began, newest)
+        handle.clocked = clocked
+        return handle
+
+    def _end(
+        self, rows: StepRows, shape: Shape, end: Tensor, there: dict[str, Tensor], began: Any, newest: Newest | None
+    ) -> Handle:  # fmt: skip
+        """end: what `_step` gave."""
+        if not shape.later:
+            return self._finish(rows, end, began)
+        logits = self.model.narrow_logits(end[: len(rows.choices)])
+        chosen = self.choosing.choose(logits, rows.choices, there, self.newest, newest)
+        handle = self._finish(rows, chosen.tokens, began)
+        handle.scores, handle.errors = chosen.scores, chosen.errors
+        return handle
 
     def _wants_graph(self, shape: Shape, entry: Captured) -> bool:
         """No plan is made while drafts are verified, so that the device always waits for the host then."""
@@ -240,8 +262,8 @@ class CudaRunner:
     def _capture(self, shape: Shape, entry: Captured) -> None:
         self.captures += 1
         with capturing(self.pool) as graph:
-            tokens = self._step(shape, entry)
-        entry.graph, entry.tokens = graph, tokens  # at the end: a capture that failed must not be replayed
+            end = self._step(shape, entry)
+        entry.graph, entry.end = graph, end  # at the end: a capture that failed must not be replayed
 
     @torch.inference_mode()
     def stream_seconds(self, rows: int) -> float:
@@ -264,10 +286,13 @@ class CudaRunner:
         return min(times)
 
     def _step(self, shape: Shape, entry: Captured) -> Tensor:
-        hidden = self._forward(shape, entry.arrays, entry.there)
-        if not shape.samplers:
-            return self.newest[:0]
-        return self._sample(self.model.narrow_logits(hidden[: shape.samplers]), entry.there)
+        """The tokens or, where they are chosen later, the rows in front of the head."""
+        return self._chosen(shape, self._forward(shape, entry.arrays, entry.there), entry.there)
+
+    def _chosen(self, shape: Shape, hidden: Tensor, there: dict[str, Tensor]) -> Tensor:
+        if shape.later or not shape.samplers:
+            return hidden[: shape.samplers] if shape.samplers else self.newest[:0]
+        return self._sample(self.model.narrow_logits(hidden[: shape.samplers]), there)
 
     # ---- graphs of steps that verify drafts ------------------------------------------------------------------------
 
@@ -295,23 +320,23 @@ class CudaRunner:
             return  # drafts of a draft model have such a shape too, and were faster
         try:
             with torch.cuda.stream(self.stream) if self.on_card else nullcontext():
-                tokens = capture.advance()
+                end = capture.advance()
         except Exception:
             log.exception("a step that verifies drafts cannot be captured: it is launched kernel by kernel")
             entry.pending, entry.failed = False, True
             self.pool = torch.cuda.graph_pool_handle() if self.on_card else None  # a failed capture may hold the other
             return
-        if tokens is None:
+        if end is None:
             self.capturing.appendleft((entry, capture))
         else:
-            entry.graph, entry.tokens = capture.chain, tokens
+            entry.graph, entry.end = capture.chain, end
 
     def _pieces(self, shape: Shape, there: dict[str, Tensor]) -> Pieces:
         """`_step`, one layer at a time."""
         hidden = self.newest
         for hidden in self.model.layer_by_layer(self._batch(shape, there, None), self.kv):
             yield hidden
-        return self._sample(self.model.narrow_logits(hidden[: shape.samplers]), there)
+        return self._chosen(shape, hidden, there)
 
     def _forward(
         self, shape: Shape, arrays: StagedArrays, there: dict[str, Tensor], prompt_rows: int = 0,
@@ -343,11 +368,9 @@ class CudaRunner:
     def _launch_mixed(self, rows: StepRows, written: bool = False) -> Handle:
         """written: the rows are the draft model's, or verify what it wrote: none is left out."""
         mixture = Mixture.of(rows, self.kinds)
-        hosted = [n for n, choice in enumerate(rows.choices) if not on_device(choice)]
-        shared = self.ops.shares_steps and not hosted
-        padded = mixture.padded_shape(self.kinds, self.tables.shape[2]) if shared else None
+        padded = mixture.padded_shape(self.kinds, self.tables.shape[2]) if self.ops.shares_steps else None
         if padded is None:
-            return self._launch_once(mixture, hosted)
+            return self._launch_once(mixture)
         entry = self._entry(padded)
         waits = padded.drafts and self.graphs and entry.graph is None and not written
         if waits and self._capture_later(padded, entry):
@@ -357,71 +380,36 @@ class CudaRunner:
         mixture.fill(self.staging.begin(entry.arrays), self.tables, self.kv.layout.groups)
         return self._run_shape(rows, padded, entry)
 
-    def _launch_once(self, mixture: Mixture, hosted: list[int]) -> Handle:
+    def _launch_once(self, mixture: Mixture) -> Handle:
         rows, shape = mixture.rows, mixture.exact_shape()
         prompt_rows = sum(prompt.count for prompt in rows.prompts)
         arrays = shape.arrays(self.tables.shape[0], prompt_rows)
         mixture.fill(self.staging.begin(arrays), self.tables, self.kv.layout.groups)
         began = self._event()
+        newest = self.choosing.newest(rows.choices, self.newest) if shape.later else None
         there = arrays.views(self.staging.send(arrays))
         hidden = self._forward(shape, arrays, there, prompt_rows, mixture.known())
-        if self.lead is not None and self.on_card and (hosted or rows.prompts):
-            self.lead.wait(timing_event())
-        details: dict[int, Details] = {}
-        for prompt in rows.prompts:
-            scores = score_prompt(rows.works[prompt.work].request, prompt, hidden, self._host_logits)
-            details[prompt.work] = prompt_details(scores)
-        if not rows.choices:
-            return self._finish(rows, self.newest[:0], began, details)
-        logits = self.model.narrow_logits(hidden[: len(rows.choices)])
-        before = self.newest.to("cpu", copy=True) if hosted else self.newest
-        tokens = self._sample(logits, there)
-        if not hosted:
-            return self._finish(rows, tokens, began, details)
-        kept, errors = self._choose_on_host(logits, rows, hosted, before, tokens)
-        self.newest[there["rows"]] = tokens
-        handle = self._finish(rows, tokens, began, details)
-        handle.logits, handle.errors = kept, errors
+        prompts = tuple((prompt, self._score_prompt(rows, prompt, hidden)) for prompt in rows.prompts)
+        handle = self._end(rows, shape, self._chosen(shape, hidden, there), there, began, newest)
+        handle.prompts = prompts
         return handle
 
-    def _host_logits(self, hidden: Tensor) -> np.ndarray:
-        """Waits for the device."""
-        return self.model.logits(hidden).cpu().numpy()
+    def _score_prompt(self, rows: StepRows, prompt: PromptRows, hidden: Tensor) -> Scores:
+        request, mine = rows.works[prompt.work].request, hidden[prompt.first : prompt.first + prompt.count]
+        tokens = request.tokens[prompt.position : prompt.position + prompt.count]
+        best = request.params.prompt_logprobs or 0
+        return self.choosing.score_prompt(tokens, best, lambda part: self.model.narrow_logits(mine[part]))
 
-    def _choose_on_host(
-        self, logits: Tensor, rows: StepRows, hosted: list[int], before: Tensor, tokens: Tensor
-    ) -> tuple[dict[int, np.ndarray], dict[int, str]]:
-        """The whole chain of run/sample.py, for what the device does not do. Waits for the device. Returns the logits
-        of these choices, and why some could not be made."""
-        found = {n: of_width(logits[n].float().cpu().numpy(), self.vocab) for n in hosted}
-        choices = [self._with_newest(rows.choices[n], before) for n in hosted]
-        masks = self.grammars.masks(choices) if self.grammars is not None else NO_MASKS
-        for index, (n, choice) in enumerate(zip(hosted, choices, strict=True)):
-            chosen = None
-            if index not in masks.unmasked:
-                chosen = choose_one(found[n], choice, masks.allowed.get(index))
-            tokens[n] = -1 if chosen is None else chosen
-        return found, {hosted[index]: error for index, error in masks.errors.items()}
-
-    def _with_newest(self, choice: Choice, newest: Tensor) -> Choice:
-        """The choice with the token that is still in flight, if there is one."""
-        if len(choice.tokens) == choice.position:
-            return choice
-        return choice._replace(tokens=[*choice.tokens, int(newest[choice.request.row])])
-
-    def _finish(
-        self, rows: StepRows, tokens: Tensor, began: Any, details: dict[int, Details] | None = None,
-        clocked: Clocked | None = None,
-    ) -> Handle:  # fmt: skip
+    def _finish(self, rows: StepRows, tokens: Tensor, began: Any) -> Handle:
         count = len(rows.choices)
         if not self.on_card:
-            return Handle(rows, tokens[:count].clone(), None, None, details or {})
+            return Handle(rows, tokens[:count].clone(), None, None)
         most = max(count, self.tables.shape[1])
         out = self.results.pop() if self.results else torch.empty(0, dtype=torch.int32)
         if out.numel() < most:
             out = torch.empty(most, dtype=torch.int32, pin_memory=True)
         out[:count].copy_(tokens[:count], non_blocking=True)
-        return Handle(rows, out, began, timing_event(), details or {}, clocked=clocked)
+        return Handle(rows, out, began, timing_event())
 
     def _event(self) -> Any:
         return timing_event() if self.on_card else None

@@ -46,6 +46,7 @@ class Shape(NamedTuple):
     scale: int = 1  # times that splits are longer than usual
     queries: int = 0  # the most of a request that verifies a draft, where they are few
     drafts: bool = False  # some are verified, and no prompt is read
+    later: bool = False  # the step ends with its rows in front of the head; tokens are chosen after it
 
     @property
     def fused(self) -> bool:
@@ -65,6 +66,11 @@ class Shape(NamedTuple):
         for index, count in enumerate(self.tiles):
             shapes[f"tiles{index}"] = (count, 2)
         return StagedArrays.lay(shapes)
+
+    def choosing(self, choices: Sequence[Choice]) -> Shape:
+        """The same for these choices. What chooses after the step filters all rows."""
+        later = not all(map(chosen_within, choices))
+        return self._replace(later=later, filtered=later or is_filtered(choices))
 
     def fill_padding(self, host: dict[str, np.ndarray]) -> None:
         """A step without a request, into arrays of zeros: its kernels run, and neither read nor write the cache."""
@@ -107,9 +113,9 @@ class Streams:
         scale = 1 if self.sharing else longer(rows * kv_heads)
         return Shape(
             rows, rows, self.columns, rows, rows, split_count(-(-self.columns * BLOCK // scale)), streams=True,
-            scale=scale, filtered=is_filtered(self.rows.choices),
-            cascade=cascade_tiles(rows, members) if self.sharing else 0, members=members if self.sharing else 0,
-        )  # fmt: skip
+            scale=scale, cascade=cascade_tiles(rows, members) if self.sharing else 0,
+            members=members if self.sharing else 0,
+        ).choosing(self.rows.choices)  # fmt: skip
 
     def fill(self, host: dict[str, np.ndarray], groups: Sequence[KVGroup]) -> None:
         rows, count = self.rows, self.rows.total
@@ -160,8 +166,8 @@ class Mixture:
         return Shape(
             rows.total, len(rows.works), -(-rows.columns // BLOCK), len(rows.choices), len(first.singles), first.splits,
             tuple(len(cut.tiles) for cut in self.cuts), tuple(cut.tile_splits for cut in self.cuts),
-            filtered=is_filtered(rows.choices), queries=FEW_QUERIES if self.few else 0,
-        )  # fmt: skip
+            queries=FEW_QUERIES if self.few else 0,
+        ).choosing(rows.choices)  # fmt: skip
 
     def padded_shape(self, kinds: tuple[AttentionKind, ...], most_columns: int) -> Shape | None:
         """A shape that similar steps share; None: this step is not captured."""
@@ -182,16 +188,15 @@ class Mixture:
             max(requests, choosing) if rows.choices else 0, requests if len(singles) else 0, split_count(reach * BLOCK),
             tuple(most_tiles(kind, tokens, chunks) for kind in kinds),
             tuple(1 << (cut.tile_splits.bit_length() - 1) for cut in self.cuts),
-            filtered=is_filtered(rows.choices),
-        )  # fmt: skip
+        ).choosing(rows.choices)  # fmt: skip
 
     def _draft_shape(self, kinds: tuple[AttentionKind, ...], tokens: int, requests: int, columns: int) -> Shape:
         """Depends on nothing but these numbers, so that few graphs serve drafts of all lengths."""
         return Shape(
             tokens, requests, columns, tokens, 0, 1, tuple(most_tiles(kind, tokens, requests) for kind in kinds),
             tuple(draft_splits(requests, kind.kv_heads, columns * BLOCK) if kind.queries else 1 for kind in kinds),
-            filtered=is_filtered(self.rows.choices), queries=FEW_QUERIES if self.few else 0, drafts=True,
-        )  # fmt: skip
+            queries=FEW_QUERIES if self.few else 0, drafts=True,
+        ).choosing(self.rows.choices)  # fmt: skip
 
     def fill(self, host: dict[str, np.ndarray], tables: np.ndarray, groups: Sequence[KVGroup]) -> None:
         rows, count, padding = self.rows, len(self.rows.works), len(host["contexts"]) - 1
@@ -232,8 +237,8 @@ def column_bucket(context: int, most: int) -> int:
     return min(most, max(COLUMNS, 1 << (-(-context // BLOCK) - 1).bit_length()))
 
 
-def on_device(choice: Choice) -> bool:
-    """Whether the device can choose the token by itself."""
+def chosen_within(choice: Choice) -> bool:
+    """Whether a captured step chooses the token itself: nothing but its logits, temperature and filters count."""
     params = choice.request.params
     plain = params.logprobs is None and params.grammar is None and not has_tiny_temperature(params)
     return plain and not needs_adjusting(choice)

@@ -22,12 +22,14 @@ from twostroke.ops.cuda.backend import FEW_OF_EXPERTS, SOME, SOME_OF_EXPERTS, An
 from twostroke.ops.cuda.compressed import compressors_of
 from twostroke.ops.cuda.cuts import Cut, DeviceBatch
 from twostroke.ops.cuda.kernels.dense import UNIT, sdpa
+from twostroke.ops.cuda.kernels.edits import EditLists, edit_rows, mask_rows
 from twostroke.ops.cuda.kernels.grouped import TILE_BORDERS
 from twostroke.ops.cuda.kernels.grouping import FEW_PAIRS
 from twostroke.ops.cuda.kernels.launch import INTERPRETED, hash_functions
 from twostroke.ops.cuda.kernels.prefill import prefill_attention
 from twostroke.ops.cuda.kernels.rope import rotate_and_store
 from twostroke.ops.cuda.kernels.sample import Filters, resolve_tokens, sample
+from twostroke.ops.cuda.kernels.scores import best_scores
 from twostroke.ops.cuda.weights import FloatMatrix, SharedWeights, shape_of
 from twostroke.ops.interface import BLOCK, Attention, Gate, GroupBlocks, KVLayer, LatentAttention
 from twostroke.ops.streams import collapse, collapse_last, expand
@@ -337,7 +339,7 @@ def rows_for(model: Transformer, width: int, rows: int) -> torch.Tensor:
 
 def token_kernels(model: Transformer, ahead: bool) -> list[Task]:
     """The kernels from a token to the first row, and from logits to a token. ahead: also with filters, which take
-    longest."""
+    longest, and what requests with more wishes need (run/cuda/choosing.py)."""
     ops, arch = cuda_ops(model), model.arch
     numbers = torch.zeros(1, 2, dtype=torch.int32, device=ops.device)
     token, newest = numbers[0, :1], torch.zeros(1, dtype=torch.int32, device=ops.device)
@@ -349,9 +351,18 @@ def token_kernels(model: Transformer, ahead: bool) -> list[Task]:
         sample(logits, cold, numbers, token, newest, torch.empty_like(newest), filters)
 
     nothing = Filters(newest, torch.zeros(1, 2, dtype=torch.float64, device=ops.device), SLACK)
-    filtered: list[Task] = [lambda: sample_one(nothing)] if ahead else []
+    logits = torch.zeros(1, arch.vocab, device=ops.device)
+
+    def edit_one() -> None:
+        mask_rows(logits, token, torch.zeros(1, -(-arch.vocab // 32), dtype=torch.int32, device=ops.device))
+        edit_rows(logits, newest, EditLists(numbers.new_zeros(1, 6), logits[:1, :3], numbers[0], numbers[0]))
+
+    def score_one() -> None:
+        best_scores(logits.to(torch.float32 if arch.logit_softcap else ops.dtype), token, token, 1)
+
+    others: list[Task] = [lambda: sample_one(nothing), edit_one, score_one] if ahead else []
     return [
-        *filtered,
+        *others,
         sample_one,
         lambda: resolve_tokens(token, newest, arch.vocab),
         lambda: ops.embed(model.embedding, token, arch.embedding_scale),

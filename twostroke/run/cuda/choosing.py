@@ -1,0 +1,170 @@
+"""Chooses the tokens of steps whose logits are not enough: grammar masks, penalties, log probabilities.
+
+The forward pass of such a step ends with its last rows, and is a captured graph as that of any other step. What follows
+is launched kernel by kernel: the head, the edits of the logits, the choice, the scores. A grammar needs the tokens that
+the step before has chosen: the host waits for that step alone, and makes the masks while the device runs this one.
+Only temperatures next to zero are left to the host, which waits for their logits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from twostroke.grammar.masks import NO_MASKS, GrammarRows, RowMasks
+from twostroke.ops.cuda.kernels.edits import EditLists, edit_rows, mask_rows
+from twostroke.ops.cuda.kernels.sample import Filters, sample
+from twostroke.ops.cuda.kernels.scores import best_scores
+from twostroke.run.cuda.edits import EditedRows
+from twostroke.run.cuda.scores import Scores, to_host
+from twostroke.run.cuda.staging import StagedArrays, Staging
+from twostroke.run.runner import LOGIT_ROWS
+from twostroke.run.sample import SLACK, choose_one, has_tiny_temperature, of_width
+from twostroke.types import Choice
+
+
+@dataclass(slots=True, eq=False)
+class Chosen:
+    tokens: Tensor
+    scores: Scores | None = None
+    errors: dict[int, str] = field(default_factory=dict)  # of choices that could not be made
+
+
+@dataclass(slots=True, eq=False)
+class Newest:
+    """A copy of the tokens that steps in flight have chosen, on its way to the host."""
+
+    tokens: Tensor
+    copied: Any  # the event of its end; None: it is there
+
+
+class Choosing:
+    def __init__(
+        self, device: torch.device, grammars: GrammarRows | None, vocab: int | None, until: Callable[[Any], None]
+    ):
+        """vocab: of the logits, where it is not the model's own. until: waits for an event."""
+        self.device, self.grammars, self.vocab, self.until = device, grammars, vocab, until
+        self.on_card = device.type == "cuda"
+        self.staging = Staging(device)
+        self.edited = EditedRows()
+
+    def newest(self, choices: Sequence[Choice], newest: Tensor) -> Newest | None:
+        """Before the forward pass is launched: asks for the tokens that the host has to know."""
+        if not any(len(choice.tokens) != choice.position and on_host(choice) for choice in choices):
+            return None
+        tokens = to_host(newest)
+        copied = None
+        if self.on_card:
+            copied = torch.cuda.Event()
+            copied.record()
+        return Newest(tokens, copied)
+
+    def choose(
+        self, logits: Tensor, choices: Sequence[Choice], there: dict[str, Tensor], newest: Tensor,
+        known: Newest | None,
+    ) -> Chosen:  # fmt: skip
+        """logits: of each choice. there: the step's arrays of temperatures, keys and filters. known: what `newest`
+        gave."""
+        count = len(choices)
+        hosted = [n for n, choice in enumerate(choices) if has_tiny_temperature(choice.request.params)]
+        scored = [n for n, choice in enumerate(choices) if choice.request.params.logprobs is not None]
+        masks, complete = self._masks(choices, known)
+        sent = self._send(choices, masks, set(hosted), scored, logits.shape[1])
+        edited = wide(logits, self.vocab)
+        mask_rows(edited, sent["masked"], sent["words"])
+        penalties = sent["penalties"].view(torch.float32)
+        edit_rows(edited, newest, EditLists(sent["places"], penalties, sent["ids"], sent["values"]))
+        rows, temperatures = there["rows"][:count], there["temperatures"].view(torch.float32)[:count]
+        filters = Filters(there["top_k"][:count], there["top_p"].view(torch.float64)[:count], SLACK)
+        out = torch.empty(count, dtype=torch.int32, device=self.device)
+        tokens = sample(edited, temperatures, there["keys"][:count], rows, newest, out, filters)
+        if hosted:
+            self._choose_on_host(logits, hosted, complete, masks, tokens)
+            newest[rows.long()] = tokens
+        scores = None
+        if scored:
+            best = max(choices[n].request.params.logprobs or 0 for n in scored)
+            table = best_scores(logits, sent["scored"], tokens[sent["scored"]], best)
+            scores = Scores(scored, to_host(table))
+        return Chosen(tokens, scores, dict(masks.errors))
+
+    def _masks(self, choices: Sequence[Choice], known: Newest | None) -> tuple[RowMasks, Sequence[Choice]]:
+        """The grammars' masks, and the choices with the tokens in flight."""
+        if known is not None:
+            if known.copied is not None:
+                self.until(known.copied)
+            choices = [with_newest(choice, known.tokens) for choice in choices]
+        return (NO_MASKS if self.grammars is None else self.grammars.masks(choices)), choices
+
+    def _send(
+        self, choices: Sequence[Choice], masks: RowMasks, hosted: set[int], scored: list[int], vocab: int
+    ) -> dict[str, Tensor]:  # fmt: skip
+        """The masks and lists of the rows, on the device after one copy. hosted: rows that need none."""
+        masked = [n for n in sorted(masks.allowed.keys() | masks.unmasked) if n not in hosted]
+        edits = self.edited.edits((n, choice) for n, choice in enumerate(choices) if n not in hosted)._asdict()
+        shapes = {name: array.shape for name, array in edits.items()}
+        words = (len(masked), -(-(self.vocab or vocab) // 32))
+        arrays = StagedArrays.lay({"scored": (len(scored),), "masked": (len(masked),), "words": words, **shapes})
+        host = self.staging.begin(arrays)
+        host["scored"][:], host["masked"][:] = scored, masked
+        for name, array in edits.items():
+            host[name][:] = array.view(np.int32)
+        for line, n in zip(host["words"].view(np.uint8), masked, strict=True):
+            if n in masks.allowed:
+                bits = np.packbits(masks.allowed[n], bitorder="little")
+                line[: len(bits)] = bits
+        return arrays.views(self.staging.send(arrays))
+
+    def score_prompt(
+        self, tokens: Sequence[int], best: int, make_logits: Callable[[slice], Tensor]
+    ) -> Scores:  # fmt: skip
+        """Log probabilities of a prompt's own tokens. make_logits: of some of the positions before them."""
+        arrays = StagedArrays.lay({"rows": (LOGIT_ROWS,), "tokens": (len(tokens),)})
+        host = self.staging.begin(arrays)
+        host["rows"][:], host["tokens"][:] = range(LOGIT_ROWS), tokens
+        sent, tables = arrays.views(self.staging.send(arrays)), []
+        for first in range(0, len(tokens), LOGIT_ROWS):
+            part = slice(first, first + LOGIT_ROWS)
+            logits = make_logits(part)
+            tables.append(best_scores(logits, sent["rows"][: len(logits)], sent["tokens"][part], best))
+        return Scores(range(len(tokens)), to_host(torch.cat(tables)))
+
+    def _choose_on_host(
+        self, logits: Tensor, hosted: list[int], choices: Sequence[Choice], masks: RowMasks, tokens: Tensor
+    ) -> None:  # fmt: skip
+        """The whole chain of run/sample.py. Waits for the device."""
+        if self.on_card:
+            done = torch.cuda.Event()
+            done.record()
+            self.until(done)
+        for n in hosted:
+            row = of_width(logits[n].float().cpu().numpy(), self.vocab)
+            chosen = None if n in masks.unmasked else choose_one(row, choices[n], masks.allowed.get(n))
+            tokens[n] = -1 if chosen is None else chosen
+
+
+def on_host(choice: Choice) -> bool:
+    """Whether the host has to know the tokens before it."""
+    return choice.request.params.grammar is not None or has_tiny_temperature(choice.request.params)
+
+
+def with_newest(choice: Choice, newest: Tensor) -> Choice:
+    """The choice with the token that is still in flight, if there is one."""
+    if len(choice.tokens) == choice.position:
+        return choice
+    return choice._replace(tokens=[*choice.tokens, int(newest[choice.request.row])])
+
+
+def wide(logits: Tensor, vocab: int | None) -> Tensor:
+    """A copy in float32, cut or padded to `vocab` tokens; those that were added are never chosen."""
+    if vocab is None or vocab == logits.shape[1]:
+        return logits.to(torch.float32, copy=True)
+    out = torch.full((len(logits), vocab), -1e30, device=logits.device)
+    most = min(vocab, logits.shape[1])
+    out[:, :most] = logits[:, :most]
+    return out
