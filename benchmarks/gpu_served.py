@@ -47,19 +47,24 @@ class Load(NamedTuple):
     new: int
     shared: int = 0  # tokens of the prompt that all of them begin with
     shortest: int = 0  # lengths are drawn out from here to `prompt`
-    more: dict[str, Any] | None = None
+    more: tuple[dict[str, Any], ...] = ()  # fields of the requests, which take them in turns
 
 
 SAMPLED = {"temperature": 0.8, "top_p": 0.9, "top_k": 40}
+SCORED = {"logprobs": 5}
+PENALIZED = {"temperature": 0.7, "frequency_penalty": 0.3, "repetition_penalty": 1.1}
+GRAMMAR = {"structured_outputs": {"regex": "[a-z ]{200,400}"}, "ignore_eos": False}
 LOADS: dict[str, Load] = {
     "256 × 512": Load(256, 512, 128),
     "1 × 8,000": Load(1, 8000, 32),
     "32 × 4,096 shared": Load(32, 4120, 64, shared=4096),
     "16 of 16 to 6,000": Load(16, 6000, 64, shortest=16),
     "64 × 1,024": Load(64, 1024, 128),
-    "20 sampled": Load(20, 64, 64, more=SAMPLED),
-    "6 with log probabilities": Load(6, 64, 32, more={"logprobs": 2}),
-    "4 with a grammar": Load(4, 64, 32, more={"structured_outputs": {"regex": "[a-z ]{200,400}"}, "ignore_eos": False}),
+    "20 sampled": Load(20, 64, 64, more=(SAMPLED,)),
+    "64 with log probabilities": Load(64, 64, 64, more=(SCORED,)),
+    "64 with penalties": Load(64, 64, 64, more=(PENALIZED,)),
+    "16 with a grammar": Load(16, 64, 64, more=(GRAMMAR,)),
+    "60 of all kinds": Load(60, 1024, 128, shortest=16, more=({}, SAMPLED, SCORED, PENALIZED, GRAMMAR)),
     "1 × 32,000": Load(1, 32_000, 32),
 }
 
@@ -81,7 +86,7 @@ def arrivals(name: str, turn: int, scale: float) -> list[Arrival]:
 
 
 def ask(url: str, vocabulary: int, name: str, load: list[Arrival]) -> list[RequestRecord]:
-    return RawClient(url, vocabulary, LOADS[name].more).open_loop(load)
+    return RawClient(url, vocabulary, *LOADS[name].more).open_loop(load)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import asyncio
 import json
 import time
 from collections.abc import Sequence
+from itertools import cycle
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -43,24 +44,27 @@ class Exchange(asyncio.Protocol):
 
 
 class RawClient:
-    def __init__(self, url: str, vocabulary: int, more: dict[str, Any] | None = None):
-        """more: fields of every request beside the usual ones."""
+    def __init__(self, url: str, vocabulary: int, *more: dict[str, Any]):
+        """more: fields of requests beside the usual ones; the requests take them in turns."""
         address = urlsplit(url)
         self.host, self.port = address.hostname or "127.0.0.1", address.port or 80
-        self.vocabulary, self.more = vocabulary, more or {}
+        self.vocabulary, self.more = vocabulary, more or ({},)
 
-    def request(self, arrival: Arrival) -> bytes:
+    def requests(self, arrivals: Sequence[Arrival]) -> list[bytes]:
+        return [self.request(arrival, more) for arrival, more in zip(arrivals, cycle(self.more), strict=False)]
+
+    def request(self, arrival: Arrival, more: dict[str, Any]) -> bytes:
         body = json.dumps({
             "prompt": token_ids(arrival, self.vocabulary), "max_tokens": arrival.output, "temperature": 0,
             "ignore_eos": True, "stream": True, "stream_options": {"include_usage": True},
-            **self.more,
+            **more,
         }).encode()  # fmt: skip
         head = f"POST /v1/completions HTTP/1.1\r\nhost: {self.host}\r\nconnection: close\r\n"
         return f"{head}content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n".encode() + body
 
     def open_loop(self, arrivals: Sequence[Arrival]) -> list[RequestRecord]:
         """Send each request when it is due."""
-        requests = [self.request(arrival) for arrival in arrivals]
+        requests = self.requests(arrivals)
 
         async def run() -> list[RequestRecord]:
             began = clock() + 0.1
@@ -75,7 +79,7 @@ class RawClient:
 
     def closed_loop(self, arrivals: Sequence[Arrival], at_once: int) -> list[RequestRecord]:
         """Send the next request when one has ended."""
-        left = [(arrival, self.request(arrival)) for arrival in arrivals][::-1]
+        left = list(zip(arrivals, self.requests(arrivals), strict=True))[::-1]
 
         async def run() -> list[RequestRecord]:
             began, records = clock(), []

@@ -21,7 +21,7 @@ from twostroke.run.cuda.edits import EditedRows  # noqa: E402
 from twostroke.run.cuda.scores import Scores, to_host  # noqa: E402
 from twostroke.run.cuda.steps import Shape, fill_sampling  # noqa: E402
 from twostroke.run.sample import choose_one, logprobs, of_width  # noqa: E402
-from twostroke.sampling import SamplingParams  # noqa: E402
+from twostroke.sampling import Grammar, SamplingParams  # noqa: E402
 from twostroke.types import Choice, Request, RequestState, Status  # noqa: E402
 
 pytestmark = [pytest.mark.gpu] if ON_CARD else []
@@ -36,6 +36,8 @@ ASKED = (
     {"temperature": 0.0, "logit_bias": {5: 100.0, 6: 99.0}, "min_tokens": 9, "max_tokens": 20},
     {"temperature": 1.2, "repetition_penalty": 1.3, "logit_bias": {2: 5.0}, "min_tokens": 9, "max_tokens": 20},
     {"temperature": 1e-5, "presence_penalty": 1.5},
+    {"temperature": 5e-324, "top_k": 3},
+    {"temperature": 9e-5, "top_p": 0.9},
     {"temperature": 0.0, "logprobs": 7, "frequency_penalty": 0.5},
     {"temperature": 0.7, "logprobs": 0},
     {"temperature": 0.0, "logprobs": 12},
@@ -125,7 +127,7 @@ def test_masks_are_kept_and_know_the_token_in_flight(chunk: int, monkeypatch: py
     logits = torch.randn(5, VOCAB, generator=torch.Generator().manual_seed(2))
     requests = [running(n, SamplingParams(temperature=0.0)) for n in range(3)]
     requests += [running(3, SamplingParams(temperature=0.9, repetition_penalty=1.5))]
-    requests += [running(4, SamplingParams(temperature=1e-5))]
+    requests += [running(4, SamplingParams(temperature=1e-5, grammar=Grammar("regex", "[a-z]*")))]
     allowed = {n: np.zeros(VOCAB, np.bool_) for n in (0, 3, 4)}
     for n, mask in allowed.items():
         mask[[31, 32, 33 + n, VOCAB - 1]] = True
@@ -204,3 +206,12 @@ def test_a_request_that_ended_is_forgotten() -> None:
     state.status = Status.FINISHED
     edited.edits([])
     assert not edited.seen
+
+
+def test_equal_logits_are_equally_likely_at_a_temperature_next_to_zero() -> None:
+    logits = torch.full((40, VOCAB), -3.0)
+    logits[:, [4, 9]] = 30.0
+    requests = [running(n, SamplingParams(temperature=1e-300)) for n in range(40)]
+    choosing, newest = Choosing(DEVICE, None, None, waits), torch.zeros(40, dtype=torch.int32, device=DEVICE)
+    chosen = on_device(choosing, logits.to(DEVICE), [next_choice(request) for request in requests], newest)
+    assert set(chosen.tokens.tolist()) == {4, 9}

@@ -3,7 +3,6 @@
 The forward pass of such a step ends with its last rows, and is a captured graph as that of any other step. What follows
 is launched kernel by kernel: the head, the edits of the logits, the choice, the scores. A grammar needs the tokens that
 the step before has chosen: the host waits for that step alone, and makes the masks while the device runs this one.
-Only temperatures next to zero are left to the host, which waits for their logits.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ import torch
 from torch import Tensor
 
 from twostroke.grammar.masks import NO_MASKS, GrammarRows, RowMasks
-from twostroke.ops.cuda.kernels.edits import EditLists, edit_rows, mask_rows
+from twostroke.ops.cuda.kernels.edits import EditLists, edit_rows, mask_rows, temper_rows
 from twostroke.ops.cuda.kernels.sample import Filters, sample
 from twostroke.ops.cuda.kernels.scores import best_scores
 from twostroke.run.cuda.edits import EditedRows
 from twostroke.run.cuda.scores import Scores, to_host
 from twostroke.run.cuda.staging import StagedArrays, Staging
 from twostroke.run.runner import LOGIT_ROWS
-from twostroke.run.sample import SLACK, choose_one, has_tiny_temperature, of_width
+from twostroke.run.sample import SLACK, has_tiny_temperature
 from twostroke.types import Choice
 
 
@@ -55,7 +54,8 @@ class Choosing:
 
     def newest(self, choices: Sequence[Choice], newest: Tensor) -> Newest | None:
         """Before the forward pass is launched: asks for the tokens that the host has to know."""
-        if not any(len(choice.tokens) != choice.position and on_host(choice) for choice in choices):
+        bound = (choice for choice in choices if choice.request.params.grammar is not None)
+        if all(len(choice.tokens) == choice.position for choice in bound):
             return None
         tokens = to_host(newest)
         copied = None
@@ -71,47 +71,44 @@ class Choosing:
         """logits: of each choice. there: the step's arrays of temperatures, keys and filters. known: what `newest`
         gave."""
         count = len(choices)
-        hosted = [n for n, choice in enumerate(choices) if has_tiny_temperature(choice.request.params)]
         scored = [n for n, choice in enumerate(choices) if choice.request.params.logprobs is not None]
-        masks, complete = self._masks(choices, known)
-        sent = self._send(choices, masks, set(hosted), scored, logits.shape[1])
+        masks = self._masks(choices, known)
+        sent = self._send(choices, masks, scored, self.vocab or logits.shape[1])
         edited = wide(logits, self.vocab)
         mask_rows(edited, sent["masked"], sent["words"])
         penalties = sent["penalties"].view(torch.float32)
         edit_rows(edited, newest, EditLists(sent["places"], penalties, sent["ids"], sent["values"]))
+        temper_rows(edited, sent["cold"], sent["lowest"].view(torch.float64))
         rows, temperatures = there["rows"][:count], there["temperatures"].view(torch.float32)[:count]
         filters = Filters(there["top_k"][:count], there["top_p"].view(torch.float64)[:count], SLACK)
         out = torch.empty(count, dtype=torch.int32, device=self.device)
         tokens = sample(edited, temperatures, there["keys"][:count], rows, newest, out, filters)
-        if hosted:
-            self._choose_on_host(logits, hosted, complete, masks, tokens)
-            newest[rows.long()] = tokens
-        scores = None
-        if scored:
-            best = max(choices[n].request.params.logprobs or 0 for n in scored)
-            table = best_scores(logits, sent["scored"], tokens[sent["scored"]], best)
-            scores = Scores(scored, to_host(table))
-        return Chosen(tokens, scores, dict(masks.errors))
+        if not scored:
+            return Chosen(tokens, None, dict(masks.errors))
+        best = max(choices[n].request.params.logprobs or 0 for n in scored)
+        table = best_scores(logits, sent["scored"], tokens[sent["scored"]], best)
+        return Chosen(tokens, Scores(scored, to_host(table)), dict(masks.errors))
 
-    def _masks(self, choices: Sequence[Choice], known: Newest | None) -> tuple[RowMasks, Sequence[Choice]]:
-        """The grammars' masks, and the choices with the tokens in flight."""
+    def _masks(self, choices: Sequence[Choice], known: Newest | None) -> RowMasks:
+        if self.grammars is None:
+            return NO_MASKS
         if known is not None:
             if known.copied is not None:
                 self.until(known.copied)
             choices = [with_newest(choice, known.tokens) for choice in choices]
-        return (NO_MASKS if self.grammars is None else self.grammars.masks(choices)), choices
+        return self.grammars.masks(choices)
 
-    def _send(
-        self, choices: Sequence[Choice], masks: RowMasks, hosted: set[int], scored: list[int], vocab: int
-    ) -> dict[str, Tensor]:  # fmt: skip
-        """The masks and lists of the rows, on the device after one copy. hosted: rows that need none."""
-        masked = [n for n in sorted(masks.allowed.keys() | masks.unmasked) if n not in hosted]
-        edits = self.edited.edits((n, choice) for n, choice in enumerate(choices) if n not in hosted)._asdict()
+    def _send(self, choices: Sequence[Choice], masks: RowMasks, scored: list[int], vocab: int) -> dict[str, Tensor]:
+        """What the rows ask for, on the device after one copy."""
+        masked = sorted(masks.allowed.keys() | masks.unmasked)
+        cold = [n for n, choice in enumerate(choices) if has_tiny_temperature(choice.request.params)]
+        edits = self.edited.edits(enumerate(choices))._asdict()
         shapes = {name: array.shape for name, array in edits.items()}
-        words = (len(masked), -(-(self.vocab or vocab) // 32))
-        arrays = StagedArrays.lay({"scored": (len(scored),), "masked": (len(masked),), "words": words, **shapes})
+        shapes |= {"scored": (len(scored),), "cold": (len(cold),), "lowest": (len(cold), 2)}
+        arrays = StagedArrays.lay({"masked": (len(masked),), "words": (len(masked), -(-vocab // 32)), **shapes})
         host = self.staging.begin(arrays)
-        host["scored"][:], host["masked"][:] = scored, masked
+        host["masked"][:], host["scored"][:], host["cold"][:] = masked, scored, cold
+        host["lowest"].view(np.float64)[:, 0] = [choices[n].request.params.temperature for n in cold]
         for name, array in edits.items():
             host[name][:] = array.view(np.int32)
         for line, n in zip(host["words"].view(np.uint8), masked, strict=True):
@@ -133,24 +130,6 @@ class Choosing:
             logits = make_logits(part)
             tables.append(best_scores(logits, sent["rows"][: len(logits)], sent["tokens"][part], best))
         return Scores(range(len(tokens)), to_host(torch.cat(tables)))
-
-    def _choose_on_host(
-        self, logits: Tensor, hosted: list[int], choices: Sequence[Choice], masks: RowMasks, tokens: Tensor
-    ) -> None:  # fmt: skip
-        """The whole chain of run/sample.py. Waits for the device."""
-        if self.on_card:
-            done = torch.cuda.Event()
-            done.record()
-            self.until(done)
-        for n in hosted:
-            row = of_width(logits[n].float().cpu().numpy(), self.vocab)
-            chosen = None if n in masks.unmasked else choose_one(row, choices[n], masks.allowed.get(n))
-            tokens[n] = -1 if chosen is None else chosen
-
-
-def on_host(choice: Choice) -> bool:
-    """Whether the host has to know the tokens before it."""
-    return choice.request.params.grammar is not None or has_tiny_temperature(choice.request.params)
 
 
 def with_newest(choice: Choice, newest: Tensor) -> Choice:

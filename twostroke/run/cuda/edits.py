@@ -82,21 +82,25 @@ class EditedRows:
     def edits(self, choices: Iterable[tuple[int, Choice]]) -> Edits:
         """choices: with their rows of logits."""
         self._forget_finished()
-        edited = [(row, choice) for row, choice in choices if needs_adjusting(choice)]
-        places = np.zeros((len(edited), 6), np.int32)
-        penalties = np.zeros((len(edited), 3), np.float32)
-        lists, total = [NOTHING], 0
-        for mine, weights, (row, choice) in zip(places, penalties, edited, strict=True):
-            params = choice.request.params
-            parts = (self._tokens(choice), biases(choice), stops(choice))
-            ends = total + np.cumsum([len(ids) for ids, _ in parts])
-            ahead = -1 if len(choice.tokens) == choice.position else choice.request.row
-            mine[:] = (row, ahead, total, *ends)
-            weights[:] = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
-            lists += parts
-            total = int(ends[-1])
-        ids, values = (np.concatenate(column) for column in zip(*lists, strict=True))
-        return Edits(places, penalties, ids, values)
+        places, penalties, pairs = list[tuple[int, ...]](), list[tuple[float, ...]](), [NOTHING]
+        end = 0
+        for row, choice in choices:
+            if not needs_adjusting(choice):
+                continue
+            request, params, begin = choice.request, choice.request.params, end
+            ahead = -1 if len(choice.tokens) == choice.position else request.row
+            ends = []
+            for pair in (self._tokens(choice), biases(choice), stops(choice)):
+                if len(pair[0]):
+                    pairs.append(pair)
+                    end += len(pair[0])
+                ends.append(end)
+            places.append((row, ahead, begin, *ends))
+            penalties.append((params.repetition_penalty, params.presence_penalty, params.frequency_penalty))
+        ids, values = (np.concatenate(column) for column in zip(*pairs, strict=True))
+        return Edits(
+            np.array(places, np.int32).reshape(-1, 6), np.array(penalties, np.float32).reshape(-1, 3), ids, values
+        )  # fmt: skip
 
     def _tokens(self, choice: Choice) -> ListPair:
         request, params = choice.request, choice.request.params
@@ -114,6 +118,8 @@ class EditedRows:
 
 def biases(choice: Choice) -> ListPair:
     given = choice.request.params.logit_bias
+    if not given:
+        return NOTHING
     return np.array(list(given), np.int32), np.array(list(given.values()), np.float32).view(np.int32)
 
 

@@ -336,7 +336,8 @@ class CudaRunner:
         hidden = self.newest
         for hidden in self.model.layer_by_layer(self._batch(shape, there, None), self.kv):
             yield hidden
-        return self._chosen(shape, hidden, there)
+        end = self._chosen(shape, hidden, there)
+        return end.clone() if shape.later else end  # the last graph must not be empty
 
     def _forward(
         self, shape: Shape, arrays: StagedArrays, there: dict[str, Tensor], prompt_rows: int = 0,

@@ -261,7 +261,7 @@ def fill_sampling(host: dict[str, np.ndarray], choices: Sequence[Choice]) -> Non
         if not params.temperature:
             continue
         key = noise_key(request.seed, request.sample, position) & MASK
-        temperatures[n] = params.temperature
+        temperatures[n] = 1.0 if has_tiny_temperature(params) else params.temperature  # `choosing` divides by those
         keys[n] = (key & 0xFFFFFFFF, key >> 32)
         if len(top_k):
             top_k[n], top_p[n] = params.top_k, (params.top_p, params.min_p)

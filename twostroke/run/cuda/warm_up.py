@@ -22,7 +22,7 @@ from twostroke.ops.cuda.backend import FEW_OF_EXPERTS, SOME, SOME_OF_EXPERTS, An
 from twostroke.ops.cuda.compressed import compressors_of
 from twostroke.ops.cuda.cuts import Cut, DeviceBatch
 from twostroke.ops.cuda.kernels.dense import UNIT, sdpa
-from twostroke.ops.cuda.kernels.edits import EditLists, edit_rows, mask_rows
+from twostroke.ops.cuda.kernels.edits import EditLists, edit_rows, mask_rows, temper_rows
 from twostroke.ops.cuda.kernels.grouped import TILE_BORDERS
 from twostroke.ops.cuda.kernels.grouping import FEW_PAIRS
 from twostroke.ops.cuda.kernels.launch import INTERPRETED, hash_functions
@@ -356,6 +356,7 @@ def token_kernels(model: Transformer, ahead: bool) -> list[Task]:
     def edit_one() -> None:
         mask_rows(logits, token, torch.zeros(1, -(-arch.vocab // 32), dtype=torch.int32, device=ops.device))
         edit_rows(logits, newest, EditLists(numbers.new_zeros(1, 6), logits[:1, :3], numbers[0], numbers[0]))
+        temper_rows(logits, token, torch.ones(1, dtype=torch.float64, device=ops.device))
 
     def score_one() -> None:
         best_scores(logits.to(torch.float32 if arch.logit_softcap else ops.dtype), token, token, 1)

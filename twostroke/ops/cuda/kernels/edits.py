@@ -1,4 +1,5 @@
-"""What requests change in their logits before a token is chosen: grammar masks, penalties, biases, a minimal length.
+"""What requests change in their logits before a token is chosen: grammar masks, penalties, biases, a minimal length,
+and temperatures next to zero.
 
 The same numbers as `adjust` in run/sample.py makes, in the same order and with the same roundings. One program does all
 of a row, list after list. A token that a step in flight has chosen is known to the device alone: it counts once more
@@ -84,6 +85,17 @@ def edit_kernel(
         tl.store(base + ids, tl.full((BLOCK,), float("-inf"), tl.float32), mask=inside)
 
 
+@triton.jit
+def temper_kernel(logits_ptr, rows_ptr, temperatures_ptr, peaks_ptr, vocab, stride, CHUNK: tl.constexpr):
+    """As `tempered` in run/sample.py: the largest becomes 0."""
+    index = tl.program_id(0)
+    row = tl.load(rows_ptr + index).to(tl.int64)
+    temperature, peak = tl.load(temperatures_ptr + index), tl.load(peaks_ptr + row).to(tl.float64)
+    ids = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
+    x = tl.load(logits_ptr + row * stride + ids, mask=ids < vocab, other=0.0).to(tl.float64)
+    tl.store(logits_ptr + row * stride + ids, ((x - peak) / temperature).to(tl.float32), mask=ids < vocab)
+
+
 def mask_rows(logits: Tensor, rows: Tensor, words: Tensor) -> None:
     """logits (S, V) float32, in place. rows (M,): those with a mask. words (M, V / 32): bits by token id."""
     vocab = logits.shape[1]
@@ -101,4 +113,15 @@ def edit_rows(logits: Tensor, newest: Tensor, lists: EditLists) -> None:
     edit_kernel[(len(lists.places),)](
         logits, newest, lists.places, lists.penalties, lists.ids, lists.values, logits.stride(0), BLOCK=BLOCK,
         num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+
+
+def temper_rows(logits: Tensor, rows: Tensor, temperatures: Tensor) -> None:
+    """logits (S, V) float32, in place: over temperatures so low that float32 cannot keep the logits apart. rows (T,):
+    those with such a temperature. temperatures (T,) float64."""
+    vocab = logits.shape[1]
+    if not len(rows):
+        return
+    temper_kernel[(len(rows), triton.cdiv(vocab, CHUNK))](
+        logits, rows, temperatures, logits.amax(1), vocab, logits.stride(0), CHUNK=CHUNK, num_warps=8
     )  # fmt: skip
