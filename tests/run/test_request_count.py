@@ -6,9 +6,13 @@ import pytest
 
 pytest.importorskip("triton")
 
-from benchmarks.random_weights import LLAMA_1B, LLAMA_8B
+from benchmarks.random_weights import LLAMA_1B, LLAMA_8B, v2_lite_shape
+from twostroke.config import Config
+from twostroke.cost.model.devices import DEVICES
+from twostroke.cost.simulation.deployment import Deployment
 from twostroke.kv.layout import make_layout
 from twostroke.ops.interface import BLOCK
+from twostroke.record import replace
 from twostroke.run.cuda.request_count import CONTEXT, RowTimes, request_count
 
 LARGE = RowTimes(4.0e-3, 5.0e-3, 9.5e-3)  # about Llama-3.1-8B's on an H200
@@ -38,3 +42,21 @@ def test_a_small_model_serves_the_most() -> None:
 def test_the_cache_holds_them() -> None:
     blocks = 100 * CONTEXT // BLOCK
     assert request_count(LARGE, 15_000_000_000, LAYOUT, blocks, 0.2) == 96
+
+
+@pytest.mark.parametrize("gpus", [1, 2])
+@pytest.mark.parametrize("given", [{}, {"max_requests": 100}, {"exact": True}])
+def test_a_plan_has_as_many_as_a_server_on_one_gpu_would_have(gpus: int, given: dict) -> None:
+    deployment = Deployment(LLAMA_8B, DEVICES["h200"], Config(**given), gpus=gpus)
+    found = deployment.settings
+    if given or gpus > 1:
+        assert found.max_requests == given.get("max_requests", 256)
+        return
+    assert 256 < found.max_requests < 512 and "max_gap" in found.reasons["max_requests"]
+    quicker = replace(deployment, config=Config(max_gap=0.2)).settings
+    assert quicker.max_requests == 1024 or quicker.kv_blocks * BLOCK < 1024 * CONTEXT
+    assert quicker.max_requests > found.max_requests
+
+
+def test_latents_keep_the_usual_number_in_a_plan() -> None:
+    assert Deployment(v2_lite_shape(), DEVICES["h200"]).settings.max_requests == 256

@@ -22,13 +22,15 @@ from twostroke.cost.simulation.trace import Arrival
 from twostroke.cost.simulation.worker import Jitter
 from twostroke.draft.replay import GUESSED, LookupCounts
 from twostroke.draft.speculate import STREAMS
-from twostroke.model.arch import Arch
+from twostroke.model.arch import Arch, GroupedArch
 from twostroke.record import replace
+from twostroke.run.cuda.request_count import MOST, RowTimes, request_count
 
 # Settings of an engine that a replay takes over. Two others decide what these are: kv_memory gives kv_blocks, and dtype
 # the bytes of the weights, which a replay is given.
 # What `speculate` does depends on the text: a replay takes it over, and uses it where drafts were counted.
 LEFT_OUT = ("kv_memory", "dtype")
+COUNTED = "a step of so many streams takes half of max_gap at most, or the KV cache holds no more"
 REPLAYED = [name for name, one in SETTINGS.items() if name == "speculate" or not (one.unsimulated or name in LEFT_OUT)]
 
 
@@ -58,6 +60,23 @@ class Deployment:
     @property
     def settings(self) -> Resolved:
         config = self.config if self.config.seed is not None else replace(self.config, seed=0)
+        if not self._counts_requests:
+            return self._resolved(config)
+        most = self._resolved(replace(config, max_requests=MOST))
+        line = self.roofline(most)
+        times = RowTimes.measure(lambda rows: line.decode_seconds(rows, 0))
+        count = request_count(times, self.model.bytes, most.layout, most.kv_blocks, most.max_gap)
+        found = self._resolved(replace(config, max_requests=min(count, most.max_requests)))
+        return replace(found, reasons={**found.reasons, "max_requests": COUNTED})
+
+    @property
+    def _counts_requests(self) -> bool:
+        """Whether a server on such a device measures how many requests it runs at once (run/cuda/request_count.py)."""
+        alone = self.device.kind == "cuda" and self.gpus == 1
+        grouped = all(isinstance(mixer, GroupedArch) for mixer, _ in self.arch.mixers)
+        return alone and grouped and self.config.max_requests is None and not self.config.exact
+
+    def _resolved(self, config: Config) -> Resolved:
         return resolve(config, self.arch, self.device.hardware(self.gpus), self.model.bytes)
 
     def roofline(self, settings: Resolved | None = None) -> Roofline:
