@@ -28,6 +28,6 @@ kernels/      the Triton kernels, one idea for each file
     tall_decode      the same over int8 and fp8; tall_tiles: its operands
     exact_attention  attention with one order of additions
     sinks            one more logit of each query head, added after all keys
-    sample           from logits to tokens; edits: masks and penalties before it; scores: log probabilities
+    sample, filters  from logits to tokens; edits: masks and penalties before it; scores: log probabilities
     launch           kernels that start before the one before them ends
 """
