@@ -7,7 +7,7 @@ compressed.py compressed attention, kernel by kernel; streams.py: several residu
 exact.py      the same with one order of additions for any number of rows (exact=True)
 kernels/      the Triton kernels, one idea for each file
     rows             norm, gate, embedding, argmax: one row at a time
-    gemv             one row times a matrix of floats
+    gemv             one row times a matrix of floats; split_rows: a few rows, where outputs are few
     one_row, one_row_int4     one row times a matrix of few bits; narrow_tiles: its operands
     decoded          some rows times a matrix of few bits
     quantized        weights in fp8, int8 and int4: packing, and products of many rows

@@ -46,6 +46,7 @@ from twostroke.ops.cuda.kernels.quantized import (
 )
 from twostroke.ops.cuda.kernels.rope import rotate_and_store
 from twostroke.ops.cuda.kernels.rows import ACTIVATIONS
+from twostroke.ops.cuda.kernels.split_rows import shares_of, split_product
 from twostroke.ops.cuda.sending import Sender
 from twostroke.ops.cuda.singles import attend_singles
 from twostroke.ops.cuda.streams import CudaStreams
@@ -255,10 +256,14 @@ class CudaOps(Ops):
         )  # fmt: skip
 
     def _few_rows(self, x: Tensor, weight: FloatMatrix, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:
-        shape = x.shape[0], weight.weight.shape[0]
-        out = torch.empty(shape, dtype=x.dtype, device=x.device) if add_to is None else add_to
-        fetch = 0 if before is None else FETCHED
-        exact_product(self._prepared(x, before), weight.weight, out, add_to is not None, fetch=fetch)
+        n, k = weight.weight.shape
+        out = torch.empty(x.shape[0], n, dtype=x.dtype, device=x.device) if add_to is None else add_to
+        x, fetch, add = self._prepared(x, before), 0 if before is None else FETCHED, add_to is not None
+        shares = shares_of(n, k, x.shape[0])
+        if shares > 1:
+            split_product(x, weight.weight, out, add, shares, fetch=fetch)
+        else:
+            exact_product(x, weight.weight, out, add, fetch=fetch)
         return out if weight.bias is None else out.add_(weight.bias)
 
     def _some_rows(self, x: Tensor, weight: Narrow, before: Norm | Gate | None, add_to: Tensor | None) -> Tensor:

@@ -417,7 +417,8 @@ def free_after_warm_up(model: Transformer, settings: Resolved) -> int:
     widths = (2 * attention.kv_heads * attention.head_dim for attention in grouped_attentions(model))
     width = max(widths, default=0)
     gathered = settings.max_model_len * width * ops.dtype.itemsize  # K and V in one row
-    return max(0, free - gathered - GRAPHS)
+    filtered = settings.max_requests * model.arch.vocab * (4 + 4)  # logits in float32, and those that filters look at
+    return max(0, free - gathered - filtered - GRAPHS)
 
 
 def run_largest_step(model: Transformer, ops: CudaOps, settings: Resolved) -> list[int]:

@@ -84,6 +84,8 @@ def tile_of(rows: int, n: int, dtype: torch.dtype) -> ProductTile:
     wide = n >= 16384
     if rows <= 8:
         return 8, 16, 256, 4, 1, True
+    if wide and rows <= 32:
+        return 16 if rows <= 16 else 32, 128, 128, 4, 8, True
     if rows <= 16:
         return 16, 64, 128, 6, 4, True
     if rows <= 32:
