@@ -25,6 +25,7 @@ from twostroke.record import replace
 
 DEVICE = torch.device("cuda")
 RESULTS: dict[str, object] = {}
+WARM, MEASURED = 1.0, 2.0  # seconds
 
 
 def seconds(work: Callable[[], object], repeat: int = 10, graph: bool = True) -> float:
@@ -63,9 +64,24 @@ def ceilings() -> dict[str, float]:
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=DEVICE) for _ in "ab")
     gemm = 2 * 8192**3 / seconds(lambda: a @ b)
     found = {"copy_TBps": copy / 1e12, "read_TBps": read / 1e12, "gemm_TFLOPs": gemm / 1e12}
+    found["gemm_sustained_TFLOPs"] = sustained(lambda: a @ b, 2 * 8192**3) / 1e12
     for name, value in found.items():
         note("ceilings", name, round(value, 2))
     return found
+
+
+def sustained(work: Callable[[], object], flops: float) -> float:
+    """FLOP/s once the device has computed for a second: its power is limited, and it lowers its clock."""
+    rates: list[float] = []
+    began = time.perf_counter()
+    while time.perf_counter() - began < WARM + MEASURED:
+        first = time.perf_counter()
+        for _ in range(100):
+            work()
+        torch.cuda.synchronize()
+        if first - began > WARM:
+            rates.append(100 * flops / (time.perf_counter() - first))
+    return sorted(rates)[len(rates) // 2]
 
 
 SILU = ACTIVATIONS["silu"]

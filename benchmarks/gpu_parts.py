@@ -93,7 +93,18 @@ def measure_offline(bench: Bench, name: str, count: int, prompt: int, new: int) 
         best = max(best, count * new / rig.run())
         steps = rig.core.scheduler.counters.steps - steps
     pace.max_gap = usual
-    bench.report(name, best, "tokens/s", steps=steps)
+    bench.report(name, best, "tokens/s", offline_limit(bench, rig, count, prompt, new), steps=steps)
+
+
+def offline_limit(bench: Bench, rig: Rig, count: int, prompt: int, new: int) -> float:
+    """Tokens/s of a device that only multiplies, at the rate that it sustains, or only reads, whichever takes longer
+    for each step, and that reads all prompts first."""
+    compute, read = bench.ceilings["gemm_sustained_TFLOPs"] * 1e12, bench.ceilings["read_TBps"] * 1e12
+    arch, entry = rig.arch, rig.core.scheduler.tables.layout.token_bytes
+    prompts = count * (arch.linear_flops(prompt, 1) + arch.attention_flops(0, prompt)) / compute
+    products = max(arch.linear_flops(count, count) / compute, weight_bytes(rig, count) / read)
+    contexts = count * (prompt + new / 2) * entry / read
+    return count * new / (prompts + (new - 1) * (products + contexts))
 
 
 def offline256(bench: Bench) -> None:

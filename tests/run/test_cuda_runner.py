@@ -62,13 +62,13 @@ PROMPTS = [[(7 * i + 31 * number) % 300 + 3 for i in range(9 + 11 * number)] for
 
 def tokens_of(
     folder: Path, kind: str, prompts: list[list[int]] = PROMPTS, batch: int = 24, drafter: OracleDrafter | None = None,
-    runner_type: type | None = None, asked: tuple[SamplingParams, ...] = ASKED,
+    runner_type: type | None = None, asked: tuple[SamplingParams, ...] = ASKED, quantize: str | None = None,
 ) -> list[tuple[list[int], object]]:  # fmt: skip
     checkpoint = open_checkpoint(folder)
     arch = load_arch(checkpoint)
     config = make_config(max_model_len=160, dtype="float32", max_batch_tokens=batch, kv_blocks=40, seed=1)
     settings = resolve(config, arch, this_machine("cpu"), 0)
-    ops = CudaOps(torch.float32, "cuda" if ON_CARD else "cpu") if kind == "cuda" else ReferenceOps()
+    ops = CudaOps(torch.float32, "cuda" if ON_CARD else "cpu", quantize) if kind == "cuda" else ReferenceOps()
     model = load_model(checkpoint, ops, settings.max_model_len)
     kv = KVStorage(settings.layout, settings.kv_blocks, settings.kv_dtype, ops.device)
     scheduler = make_scheduler(arch, settings, "tiny")
@@ -257,6 +257,16 @@ def test_exact_products_with_codes_are_compiled_and_tried_ahead(tmp_path: Path) 
 
 
 @slow_here
+@pytest.mark.parametrize("quantize", ["int4", "int8", "fp8"])
+def test_parts_of_a_prompt_choose_nothing_with_narrow_weights(llama_folder: Path, quantize: str) -> None:
+    """The last layer of such a step has no rows after its attention."""
+    prompts, asked = [PROMPTS[-1][:60]], (SamplingParams(max_tokens=3, temperature=0.0),)
+    whole, parts = (
+        tokens_of(llama_folder, "cuda", prompts, batch, asked=asked, quantize=quantize) for batch in (64, 24)
+    )
+    assert parts == whole and len(parts[0][0]) == len(prompts[0]) + 3
+
+
 @pytest.mark.parametrize("quantize", [None, "int8"])
 def test_the_largest_step_can_be_run_before_there_is_a_cache(llama_folder: Path, quantize: str | None) -> None:
     checkpoint = open_checkpoint(llama_folder)

@@ -243,7 +243,7 @@ class CudaOps(Ops):
         return self._one_narrow_row(x, weight, norm, out, gate=self._before(gate)[0])
 
     def gates_early(self, x: Tensor, weight: CudaWeight) -> bool:
-        if isinstance(weight, FloatMatrix) or x.shape[0] > 1 or not x.is_contiguous():
+        if isinstance(weight, FloatMatrix) or x.shape[0] != 1 or not x.is_contiguous():
             return False
         return not isinstance(weight, Int4) or weight.codes.shape[1] <= WIDEST * 64
 
