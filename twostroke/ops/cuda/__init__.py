@@ -2,7 +2,8 @@
 
 backend.py    the ops, and which kernel serves which shape
 cuts.py       how a step's requests are divided among the attention kernels; singles.py: those with one new token
-weights.py    weights as the kernels take them; kept.py: those that keep a file's codes; sending.py: to the device
+weights.py    weights as the kernels take them; kept.py: those that keep a file's codes; copies.py: in floats;
+              sending.py: to the device
 compressed.py compressed attention, kernel by kernel; streams.py: several residual streams
 exact.py      the same with one order of additions for any number of rows (exact=True)
 kernels/      the Triton kernels, one idea for each file

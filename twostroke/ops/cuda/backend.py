@@ -15,6 +15,7 @@ from torch import Tensor
 
 from twostroke.ops.compressed_interface import CompressedAttention, CompressedRows
 from twostroke.ops.cuda.compressed import CompressedKernels
+from twostroke.ops.cuda.copies import FloatCopies
 from twostroke.ops.cuda.cuts import UNDIVIDED, AttentionKind, Cut, DeviceBatch, cut_step
 from twostroke.ops.cuda.kept import kept_codes, kept_expert
 from twostroke.ops.cuda.kernels import draft_decode
@@ -38,7 +39,6 @@ from twostroke.ops.cuda.kernels.prefill import prefill_attention, tile_rows
 from twostroke.ops.cuda.kernels.quantized import (
     Int4,
     Narrow,
-    as_float,
     rows_of,
     to_fp8,
     to_int4,
@@ -68,7 +68,6 @@ FETCHED = 512  # bytes of each row of weights that a product of few rows asks fo
 FEW_OF_EXPERTS = 8  # rows of which each reads its experts by itself
 SOME_OF_EXPERTS = 64  # rows up to which the expert that every row takes is read beside the others, in parts
 FEW_STREAMS = 8  # of latent attention, whose products read each head's matrix for each of them
-SOME = 256  # rows from which on a decoded copy of a matrix of few bits pays
 AnyAttention = Attention | LatentAttention | CompressedAttention
 
 
@@ -91,6 +90,7 @@ class CudaOps(Ops):
         self.dtype, self.device, self.quantize, self.keep = dtype, torch.device(device), quantize, keep
         self.few_rows = FEW_ROWS if self.device.type == "cuda" and dtype != torch.float32 else 0
         self.scratch, self.compressed = DecodeScratch(self.device), CompressedKernels()
+        self.copies = FloatCopies(dtype)
         self._norms: dict[Norm, Norm] = {}
         self.sender = Sender(dtype, self.device)
         self.streams = CudaStreams(self.sender)
@@ -226,10 +226,10 @@ class CudaOps(Ops):
                 return self._one_row(x, weight, before, add_to)
             if x.shape[0] <= self.few_rows:
                 return self._few_rows(x, weight, before, add_to)
-        elif x.shape[0] <= SOME:
+        elif x.shape[0] <= self.copies.rows(weight):
             return self._some_rows(x, weight, before, add_to)
         x = self._prepared(x, before)
-        matrix = (weight.weight if isinstance(weight, FloatMatrix) else as_float(weight, self.dtype)).t()
+        matrix = (weight.weight if isinstance(weight, FloatMatrix) else self.copies.of(weight)).t()
         if add_to is not None:
             add_to.addmm_(x, matrix)
             return add_to if weight.bias is None else add_to.add_(weight.bias)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from twostroke.ops.cuda.backend import SOME, CudaOps
+from twostroke.ops.cuda.backend import CudaOps
+from twostroke.ops.cuda.copies import SOME
 from twostroke.ops.cuda.cuts import AttentionKind, DeviceBatch
 from twostroke.ops.cuda.kernels.decode import split_count
 from twostroke.ops.cuda.kernels.decoded import ordered_rows

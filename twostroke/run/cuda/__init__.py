@@ -11,5 +11,6 @@ staging.py         a step's numbers in one pinned copy
 kernel_cache.py    where compiled kernels are kept
 variants.py        the variants of attention that steps can meet
 request_count.py   how many requests run at once, from measured steps
+spare_memory.py    copies of narrow weights in floats, where the KV cache can spare their memory
 warm_up.py         compiles kernels before the first request; sizes the KV cache after the largest step
 """

@@ -18,8 +18,9 @@ from twostroke.model.latent import Latent
 from twostroke.model.layers import Dense, Experts, Grouped, Layer, PackedProduct
 from twostroke.model.transformer import Transformer
 from twostroke.ops.compressed_interface import CompressedAttention, CompressedRows
-from twostroke.ops.cuda.backend import FEW_OF_EXPERTS, SOME, SOME_OF_EXPERTS, AnyAttention, CudaOps
+from twostroke.ops.cuda.backend import FEW_OF_EXPERTS, SOME_OF_EXPERTS, AnyAttention, CudaOps
 from twostroke.ops.cuda.compressed import compressors_of
+from twostroke.ops.cuda.copies import SOME
 from twostroke.ops.cuda.cuts import Cut, DeviceBatch
 from twostroke.ops.cuda.kernels.dense import UNIT, sdpa
 from twostroke.ops.cuda.kernels.edits import EditLists, edit_rows, mask_rows, temper_rows
@@ -39,6 +40,7 @@ from twostroke.run.cuda.buckets import all_mixed_rows
 from twostroke.run.cuda.ranked import lead_of
 from twostroke.run.cuda.request_count import MEASURED, MOST, RowTimes, request_count
 from twostroke.run.cuda.runner import CudaRunner
+from twostroke.run.cuda.spare_memory import keep_copies
 from twostroke.run.cuda.steps import COLUMNS
 from twostroke.run.cuda.variants import attention_variants
 from twostroke.run.sample import SLACK
@@ -61,6 +63,8 @@ def prepare(
     its size was not given. ahead: all that steps can meet, so that no stream waits for a compiler later, and the number
     of requests that measured steps allow; else what a prompt and its stream need, for a first token as soon as
     possible."""
+    if not INTERPRETED:
+        keep_copies(model, config, torch.cuda.mem_get_info()[0])
     counts = ahead and config.max_requests is None and countable(model)
     if counts:
         settings = replace(settings, max_requests=min(MOST, settings.max_batch_tokens))
