@@ -31,6 +31,7 @@ DEFAULT_REQUESTS = {"cpu": 32, "cuda": 256}
 EXACT_COST = "exact=True would cost 5 % of a stream's speed, and of a prompt's time 7 % (2,048 tokens) to 46 % (32,768)"
 EXACT_COST_NARROW = "what exact=True costs with weights of few bits was not measured"
 KV_SHARE = {"cpu": 0.25, "cuda": 0.9}  # of the memory that is free once the weights are loaded
+COPIES_SHARE = 0.15  # of a GPU's memory beside the weights: the most that copies in floats of narrow weights take
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,3 +60,16 @@ def test_a_plan_has_as_many_as_a_server_on_one_gpu_would_have(gpus: int, given: 
 
 def test_latents_keep_the_usual_number_in_a_plan() -> None:
     assert Deployment(v2_lite_shape(), DEVICES["h200"]).settings.max_requests == 256
+
+
+def test_a_plan_knows_of_copies_of_narrow_weights() -> None:
+    many = Config(max_requests=1024)
+    wide, narrow = (Deployment(LLAMA_8B, DEVICES["h200"], many, precision) for precision in ("bfloat16", "int4"))
+    small = replace(narrow, device=replace(DEVICES["h200"], memory=24 * 10**9))
+    copies = 2 * (LLAMA_8B.layer_weights + LLAMA_8B.head_weights)
+    assert narrow._copies(narrow.config, 130 * 10**9) == copies and narrow.settings.kv_blocks > 0
+    assert not wide._copies(wide.config, 130 * 10**9)
+    assert not small._copies(small.config, 20 * 10**9)
+    assert not narrow._copies(Config(kv_blocks=100), 130 * 10**9)
+    saved = (wide.model.bytes - narrow.model.bytes - copies) * 0.9 / narrow.settings.layout.block_bytes
+    assert narrow.settings.kv_blocks - wide.settings.kv_blocks == pytest.approx(saved, abs=2)

@@ -14,13 +14,13 @@ if not ON_CARD:
     os.environ["TRITON_INTERPRET"] = "1"  # before the first import of Triton
 pytest.importorskip("triton")
 
-from twostroke.config import Config  # noqa: E402
+from twostroke.config import COPIES_SHARE, Config  # noqa: E402
 from twostroke.ops.cuda import copies  # noqa: E402
 from twostroke.ops.cuda.backend import CudaOps  # noqa: E402
 from twostroke.ops.cuda.exact import ExactCudaOps  # noqa: E402
 from twostroke.ops.cuda.kernels.quantized import as_float  # noqa: E402
 from twostroke.ops.formats import from_float  # noqa: E402
-from twostroke.run.cuda.spare_memory import SPARED, keep_copies  # noqa: E402
+from twostroke.run.cuda.spare_memory import keep_copies  # noqa: E402
 from twostroke.weights.checkpoint import open_checkpoint  # noqa: E402
 from twostroke.weights.load import load_model  # noqa: E402
 
@@ -51,8 +51,8 @@ def test_many_rows_are_multiplied_by_a_copy(quantize: str, monkeypatch: pytest.M
 def test_memory_that_is_needed_is_not_spent(llama_folder: Path) -> None:
     model = model_of(llama_folder, "int4")
     size = keep_copies(model, Config(), 1 << 40)
-    assert keep_copies(model_of(llama_folder, "int4"), Config(), int(size / SPARED) + 8) == size
-    for given, free in ((Config(), int(size / SPARED) - 8), (Config(kv_blocks=9), 1 << 40)):
+    assert keep_copies(model_of(llama_folder, "int4"), Config(), int(size / COPIES_SHARE) + 8) == size
+    for given, free in ((Config(), int(size / COPIES_SHARE) - 8), (Config(kv_blocks=9), 1 << 40)):
         assert keep_copies(model_of(llama_folder, "int4"), given, free) == 0
     assert keep_copies(model_of(llama_folder, "int4"), Config(kv_memory=1 << 20), 1 << 40) == 0
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from twostroke.config import SETTINGS, Config, Resolved, make_config, resolve
+from twostroke.config import COPIES_SHARE, SETTINGS, Config, Resolved, make_config, resolve
 from twostroke.cost.model.calibration import Calibration
-from twostroke.cost.model.devices import Device
+from twostroke.cost.model.devices import NARROW, Device
 from twostroke.cost.model.drafts import DraftingRoofline, DraftQuality, DraftSource, right_for
 from twostroke.cost.model.rates import Rates, datasheet_rates, narrow_read
 from twostroke.cost.model.roofline import ModelCost, Roofline, model_cost
@@ -72,12 +72,24 @@ class Deployment:
     @property
     def _counts_requests(self) -> bool:
         """Whether a server on such a device measures how many requests it runs at once (run/cuda/request_count.py)."""
-        alone = self.device.kind == "cuda" and self.gpus == 1
         grouped = all(isinstance(mixer, GroupedArch) for mixer, _ in self.arch.mixers)
-        return alone and grouped and self.config.max_requests is None and not self.config.exact
+        return self._one_gpu and grouped and self.config.max_requests is None
+
+    @property
+    def _one_gpu(self) -> bool:
+        return self.device.kind == "cuda" and self.gpus == 1 and not self.config.exact
 
     def _resolved(self, config: Config) -> Resolved:
-        return resolve(config, self.arch, self.device.hardware(self.gpus), self.model.bytes)
+        hardware, weights = self.device.hardware(self.gpus), self.model.bytes
+        return resolve(config, self.arch, hardware, weights + self._copies(config, hardware.free_memory - weights))
+
+    def _copies(self, config: Config, free: int) -> int:
+        """Bytes of the copies in floats that narrow weights have where memory is free (run/cuda/spare_memory.py)."""
+        given = config.kv_blocks is not None or config.kv_memory is not None
+        if given or not self._one_gpu or self.model.precision not in NARROW:
+            return 0
+        size = 2 * (self.arch.layer_weights - self.arch.expert_weights + self.arch.head_weights)
+        return size if size <= COPIES_SHARE * free else 0
 
     def roofline(self, settings: Resolved | None = None) -> Roofline:
         model = self.model

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 
-from twostroke.config import Config
+from twostroke.config import COPIES_SHARE, Config
 from twostroke.model.transformer import Transformer
 from twostroke.ops.cuda.backend import CudaOps
 from twostroke.ops.cuda.weights import FloatMatrix
 from twostroke.run.cuda.ranked import lead_of
 
-SPARED = 0.15  # of the free memory: the most that copies take
 log = logging.getLogger(__name__)
 
 
@@ -25,7 +24,7 @@ def keep_copies(model: Transformer, config: Config, free: int) -> int:
     every = [product.weight for layer in model.layers for product in layer.products()] + [model.head]
     narrow = [weight for weight in every if not isinstance(weight, FloatMatrix)]
     size = ops.copies.bytes(narrow)
-    if not 0 < size <= SPARED * free:
+    if not 0 < size <= COPIES_SHARE * free:
         return 0
     ops.copies.keep(narrow)
     log.info("copies of the weights in %s for products of many rows: %.1f GB", ops.dtype, size / 1e9)
