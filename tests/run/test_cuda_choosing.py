@@ -144,13 +144,32 @@ def test_masks_are_kept_and_know_the_token_in_flight(chunk: int, monkeypatch: py
     assert grammars.asked[4][-1] == 9 and wanted[0] in (31, 32, 33, VOCAB - 1)
 
 
+@pytest.mark.parametrize(
+    "more", [{"top_p": 0.9}, {"min_p": 0.1}, {"top_k": 3}, {"top_k": 3, "top_p": 0.9, "min_p": 0.1}], ids=str
+)
+def test_a_mask_leaves_nothing_of_most_parts_of_a_row(more: dict) -> None:
+    """A program of the filters reads 4,096 tokens."""
+    vocab = 9000
+    logits = torch.randn(3, vocab, generator=torch.Generator().manual_seed(6))
+    temperatures = (0.8, 1e-40, 0.8)  # 1e-40: all but one are minus infinity
+    requests = [running(n, SamplingParams(temperature=t, **more)) for n, t in enumerate(temperatures)]
+    allowed = {0: np.zeros(vocab, np.bool_), 2: np.zeros(vocab, np.bool_)}
+    allowed[0][[31, 32, 33, 40]] = True
+    allowed[2][[8999, 5000]] = True
+    choosing = Choosing(DEVICE, NoGrammars(RowMasks(allowed, {})), None, waits)
+    choices, newest = [next_choice(request) for request in requests], torch.zeros(3, dtype=torch.int32, device=DEVICE)
+    chosen = on_device(choosing, logits.to(DEVICE), choices, newest)
+    wanted = [choose_one(logits[n].numpy(), choices[n], allowed.get(n)) for n in range(3)]
+    assert chosen.tokens.tolist() == wanted
+
+
 def test_logits_that_are_no_numbers_choose_nothing() -> None:
     logits = torch.zeros(3, VOCAB)
     logits[0, 7], logits[1, 7] = float("nan"), float("inf")
     requests = [running(n, SamplingParams(temperature=0.0, logprobs=2, presence_penalty=0.1)) for n in range(3)]
     mask = np.zeros(VOCAB, np.bool_)
     mask[3] = True  # what is no number is found behind a mask too
-    choosing = Choosing(DEVICE, NoGrammars(RowMasks({0: mask}, {})), None, waits)
+    choosing = Choosing(DEVICE, NoGrammars(RowMasks({0: mask, 1: mask}, {})), None, waits)
     newest = torch.zeros(3, dtype=torch.int32, device=DEVICE)
     chosen = on_device(choosing, logits.to(DEVICE), [next_choice(request) for request in requests], newest)
     assert chosen.tokens.tolist()[:2] == [-1, -1] and chosen.tokens.tolist()[2] >= 0

@@ -21,8 +21,11 @@ Passes = tuple[tuple[int, float], ...]  # rows and seconds of each
 
 
 class DraftRows(StepRows):
-    """Rows of the draft model. `written`: by index of the work, what the draft holds so far; works without an entry
-    are only read. vocab: tokens that the draft model knows; others have rows in the target's padding alone."""
+    """Rows of the draft model, of which nothing is reported. `written`: by index of the work, what the draft holds so
+    far; works without an entry are only read. vocab: tokens that the draft model knows; others have rows in the
+    target's padding alone."""
+
+    reports = False
 
     def __init__(self, works: Sequence[Work], written: Mapping[int, list[int]], vocab: int):
         self.written = written

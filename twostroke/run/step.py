@@ -26,6 +26,7 @@ class StepRows:
     """The rows of a plan's works, request by request, each request's in order."""
 
     kept_at: np.ndarray | None = None  # on a GPU: where each choice is kept; None: at its request's row
+    reports = True  # log probabilities of the choices, where they are wanted
 
     def __init__(self, works: Sequence[Work]):
         self.works = works

@@ -13,8 +13,8 @@ falls when streams are added. A step in which streams take most of the time neve
 which prompts take less than a tenth of the time teaches nothing about prompts.
 
 A prompt whose log probabilities are wanted costs more: every row of it goes through the head, and its probabilities are
-made and sorted. That does not grow with the context, so it has a price per row, in seconds, learnt from what such a step
-takes beyond its streams and its FLOPs. Until it is measured, the chunks are the smallest ones.
+made and sorted. That does not grow with the context, so it has a price per row, in seconds, learnt from what such a
+step takes beyond its streams and its FLOPs. Until it is measured, the chunks are the smallest ones.
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ class Deployment:
         most = self._resolved(replace(config, max_requests=MOST))
         line = self.roofline(most)
         times = RowTimes.measure(lambda rows: line.decode_seconds(rows, 0))
-        count = request_count(times, self.model.bytes, most.layout, most.kv_blocks, most.max_gap)
+        read = round(self.model.read_bytes(1) + self.model.head_bytes)
+        count = request_count(times, read, most.layout, most.kv_blocks, most.max_gap)
         found = self._resolved(replace(config, max_requests=min(count, most.max_requests)))
         return replace(found, reasons={**found.reasons, "max_requests": COUNTED})
 

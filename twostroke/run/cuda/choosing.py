@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -42,6 +42,14 @@ class Newest:
     copied: Any  # the event of its end; None: it is there
 
 
+class ScoredRows(NamedTuple):
+    """Rows of a prompt whose own tokens are scored."""
+
+    tokens: Sequence[int]
+    best: int
+    make_logits: Callable[[slice], Tensor]  # of some of the positions before them
+
+
 class Choosing:
     def __init__(
         self, device: torch.device, grammars: GrammarRows | None, vocab: int | None, until: Callable[[Any], None]
@@ -49,7 +57,7 @@ class Choosing:
         """vocab: of the logits, where it is not the model's own. until: waits for an event."""
         self.device, self.grammars, self.vocab, self.until = device, grammars, vocab, until
         self.on_card = device.type == "cuda"
-        self.staging = Staging(device)
+        self.staging = Staging(device, until)
         self.edited = EditedRows()
 
     def newest(self, choices: Sequence[Choice], newest: Tensor) -> Newest | None:
@@ -66,12 +74,12 @@ class Choosing:
 
     def choose(
         self, logits: Tensor, choices: Sequence[Choice], there: dict[str, Tensor], newest: Tensor,
-        known: Newest | None,
+        known: Newest | None, reports: bool = True,
     ) -> Chosen:  # fmt: skip
         """logits: of each choice. there: the step's arrays of temperatures, keys and filters. known: what `newest`
-        gave."""
+        gave. reports: log probabilities, where they are wanted."""
         count = len(choices)
-        scored = [n for n, choice in enumerate(choices) if choice.request.params.logprobs is not None]
+        scored = [n for n, choice in enumerate(choices) if reports and choice.request.params.logprobs is not None]
         masks = self._masks(choices, known)
         sent = self._send(choices, masks, scored, self.vocab or logits.shape[1])
         edited = wide(logits, self.vocab)
@@ -95,7 +103,8 @@ class Choosing:
         if known is not None:
             if known.copied is not None:
                 self.until(known.copied)
-            choices = [with_newest(choice, known.tokens) for choice in choices]
+            bound = (choice.request.params.grammar is not None for choice in choices)
+            choices = [with_newest(one, known.tokens) if b else one for one, b in zip(choices, bound, strict=True)]
         return self.grammars.masks(choices)
 
     def _send(self, choices: Sequence[Choice], masks: RowMasks, scored: list[int], vocab: int) -> dict[str, Tensor]:
@@ -117,19 +126,22 @@ class Choosing:
                 line[: len(bits)] = bits
         return arrays.views(self.staging.send(arrays))
 
-    def score_prompt(
-        self, tokens: Sequence[int], best: int, make_logits: Callable[[slice], Tensor]
-    ) -> Scores:  # fmt: skip
-        """Log probabilities of a prompt's own tokens. make_logits: of some of the positions before them."""
+    def score_prompts(self, prompts: Sequence[ScoredRows]) -> list[Scores]:
+        """Log probabilities of the prompts' own tokens."""
+        tokens = [token for prompt in prompts for token in prompt.tokens]
         arrays = StagedArrays.lay({"rows": (LOGIT_ROWS,), "tokens": (len(tokens),)})
         host = self.staging.begin(arrays)
         host["rows"][:], host["tokens"][:] = range(LOGIT_ROWS), tokens
-        sent, tables = arrays.views(self.staging.send(arrays)), []
-        for first in range(0, len(tokens), LOGIT_ROWS):
-            part = slice(first, first + LOGIT_ROWS)
-            logits = make_logits(part)
-            tables.append(best_scores(logits, sent["rows"][: len(logits)], sent["tokens"][part], best))
-        return Scores(range(len(tokens)), to_host(torch.cat(tables)))
+        sent, found, done = arrays.views(self.staging.send(arrays)), list[Scores](), 0
+        for prompt in prompts:
+            tables, count = [], len(prompt.tokens)
+            for first in range(0, count, LOGIT_ROWS):
+                logits = prompt.make_logits(slice(first, first + LOGIT_ROWS))
+                mine = sent["tokens"][done + first : done + first + len(logits)]
+                tables.append(best_scores(logits, sent["rows"][: len(logits)], mine, prompt.best))
+            found.append(Scores(range(count), to_host(torch.cat(tables))))
+            done += count
+        return found
 
 
 def with_newest(choice: Choice, newest: Tensor) -> Choice:

@@ -40,7 +40,7 @@ class DraftChain:
     def can_write(self, plan: Plan) -> bool:
         """Whether the device chooses all tokens of the drafts by itself."""
         writing = (draft.request for draft in plan.drafts if draft.writes)
-        return all(chosen_within(Choice(request, len(request.tokens), request.tokens)) for request in writing)
+        return all(chosen_within(Choice(request, len(request.tokens), request.tokens), False) for request in writing)
 
     def launch(self, plan: Plan) -> tuple[tuple[Work, ...], tuple[DraftPass, ...]]:
         """The plan's works, with drafts whose tokens are named by their places."""

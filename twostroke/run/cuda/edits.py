@@ -8,7 +8,6 @@ again.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from copy import deepcopy
 from typing import NamedTuple
 
 import numpy as np
@@ -38,6 +37,11 @@ class TokenCounts:
             self._pairs[0, place] = token
             self._pairs[1, place] += 1
 
+    def copy(self) -> TokenCounts:
+        same = TokenCounts()
+        same.places, same._pairs = dict(self.places), self._pairs.copy()
+        return same
+
     def lists(self) -> ListPair:
         ids, counts = self._pairs[:, : len(self.places)]
         return ids, counts
@@ -59,7 +63,7 @@ class SeenTokens:
         self.counted = max(self.counted, certain)
         if len(tokens) == certain:
             return self.counts.lists()
-        tried = deepcopy(self.counts)
+        tried = self.counts.copy()
         tried.add(tokens[certain:])
         return tried.lists()
 

@@ -32,7 +32,7 @@ from twostroke.ops.cuda.kernels.sample import Filters, resolve_tokens, sample
 from twostroke.ops.interface import BLOCK, KV_SCALE_BYTES
 from twostroke.run.cuda.batches import attention_kinds, grouped_attentions, make_batch
 from twostroke.run.cuda.capture import Capture, Pieces, capturing
-from twostroke.run.cuda.choosing import Choosing, Newest
+from twostroke.run.cuda.choosing import Choosing, Newest, ScoredRows
 from twostroke.run.cuda.draft_chain import DraftChain, DraftPass
 from twostroke.run.cuda.ranked import StepMessage, lead_of
 from twostroke.run.cuda.scores import Scores
@@ -236,10 +236,8 @@ class CudaRunner:
             handle.settled = known and entry.occurred > 1
             return handle
         host = time.perf_counter()
-        end = self._step(shape, entry)
-        clocked = Clocked(entry, time.perf_counter() - host) if self.graphs else None
-        handle = self._end(rows, shape, end, entry.there, began, newest)
-        handle.clocked = clocked
+        handle = self._end(rows, shape, self._step(shape, entry), entry.there, began, newest)
+        handle.clocked = Clocked(entry, time.perf_counter() - host) if self.graphs else None
         return handle
 
     def _end(
@@ -249,7 +247,7 @@ class CudaRunner:
         if not shape.later:
             return self._finish(rows, end, began)
         logits = self.model.narrow_logits(end[: len(rows.choices)])
-        chosen = self.choosing.choose(logits, rows.choices, there, self.newest, newest)
+        chosen = self.choosing.choose(logits, rows.choices, there, self.newest, newest, rows.reports)
         handle = self._finish(rows, chosen.tokens, began)
         handle.scores, handle.errors = chosen.scores, chosen.errors
         return handle
@@ -390,16 +388,19 @@ class CudaRunner:
         newest = self.choosing.newest(rows.choices, self.newest) if shape.later else None
         there = arrays.views(self.staging.send(arrays))
         hidden = self._forward(shape, arrays, there, prompt_rows, mixture.known())
-        prompts = tuple((prompt, self._score_prompt(rows, prompt, hidden)) for prompt in rows.prompts)
+        prompts = self._score_prompts(rows, hidden) if rows.prompts else ()
         handle = self._end(rows, shape, self._chosen(shape, hidden, there), there, began, newest)
         handle.prompts = prompts
         return handle
 
-    def _score_prompt(self, rows: StepRows, prompt: PromptRows, hidden: Tensor) -> Scores:
-        request, mine = rows.works[prompt.work].request, hidden[prompt.first : prompt.first + prompt.count]
-        tokens = request.tokens[prompt.position : prompt.position + prompt.count]
-        best = request.params.prompt_logprobs or 0
-        return self.choosing.score_prompt(tokens, best, lambda part: self.model.narrow_logits(mine[part]))
+    def _score_prompts(self, rows: StepRows, hidden: Tensor) -> tuple[tuple[PromptRows, Scores], ...]:
+        def scored(prompt: PromptRows) -> ScoredRows:
+            request, mine = rows.works[prompt.work].request, hidden[prompt.first : prompt.first + prompt.count]
+            tokens = request.tokens[prompt.position : prompt.position + prompt.count]
+            best = request.params.prompt_logprobs or 0
+            return ScoredRows(tokens, best, lambda part: self.model.narrow_logits(mine[part]))
+
+        return tuple(zip(rows.prompts, self.choosing.score_prompts([*map(scored, rows.prompts)]), strict=True))
 
     def _finish(self, rows: StepRows, tokens: Tensor, began: Any) -> Handle:
         count = len(rows.choices)

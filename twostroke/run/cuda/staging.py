@@ -6,6 +6,7 @@ is enough: copies and kernels of one stream keep their order. Captured steps rea
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 
@@ -38,8 +39,9 @@ class StagedArrays:
 
 
 class Staging:
-    def __init__(self, device: torch.device):
-        self.device, self.turn = device, 0
+    def __init__(self, device: torch.device, until: Callable[[torch.cuda.Event], None] = torch.cuda.Event.synchronize):
+        """until: waits for an event, where that may not be waited for simply."""
+        self.device, self.until, self.turn = device, until, 0
         self.events: list[torch.cuda.Event | None] = [None] * BUFFERS
         self.host: list[Tensor] = []
         self.there = torch.empty(0, dtype=torch.int32, device=device)
@@ -51,7 +53,7 @@ class Staging:
         self.turn = (self.turn + 1) % BUFFERS
         event = self.events[self.turn]
         if event is not None:
-            event.synchronize()
+            self.until(event)
         flat = self.host[self.turn].numpy()
         flat[: arrays.size] = 0
         return {name: flat[place].reshape(shape) for name, (place, shape) in arrays.places.items()}
@@ -76,5 +78,5 @@ class Staging:
         size = max(1 << 16, 2 * size)
         for event in self.events:
             if event is not None:
-                event.synchronize()
+                self.until(event)
         self.host = [torch.empty(size, dtype=torch.int32, pin_memory=self.device.type == "cuda") for _ in self.events]

@@ -67,10 +67,10 @@ class Shape(NamedTuple):
             shapes[f"tiles{index}"] = (count, 2)
         return StagedArrays.lay(shapes)
 
-    def choosing(self, choices: Sequence[Choice]) -> Shape:
-        """The same for these choices. What chooses after the step filters all rows."""
-        later = not all(map(chosen_within, choices))
-        return self._replace(later=later, filtered=later or is_filtered(choices))
+    def choosing(self, rows: StepRows) -> Shape:
+        """The same for the choices of these rows. What chooses after the step filters all of them."""
+        later = not all(chosen_within(choice, rows.reports) for choice in rows.choices)
+        return self._replace(later=later, filtered=later or is_filtered(rows.choices))
 
     def fill_padding(self, host: dict[str, np.ndarray]) -> None:
         """A step without a request, into arrays of zeros: its kernels run, and neither read nor write the cache."""
@@ -115,7 +115,7 @@ class Streams:
             rows, rows, self.columns, rows, rows, split_count(-(-self.columns * BLOCK // scale)), streams=True,
             scale=scale, cascade=cascade_tiles(rows, members) if self.sharing else 0,
             members=members if self.sharing else 0,
-        ).choosing(self.rows.choices)  # fmt: skip
+        ).choosing(self.rows)  # fmt: skip
 
     def fill(self, host: dict[str, np.ndarray], groups: Sequence[KVGroup]) -> None:
         rows, count = self.rows, self.rows.total
@@ -167,7 +167,7 @@ class Mixture:
             rows.total, len(rows.works), -(-rows.columns // BLOCK), len(rows.choices), len(first.singles), first.splits,
             tuple(len(cut.tiles) for cut in self.cuts), tuple(cut.tile_splits for cut in self.cuts),
             queries=FEW_QUERIES if self.few else 0,
-        ).choosing(rows.choices)  # fmt: skip
+        ).choosing(rows)  # fmt: skip
 
     def padded_shape(self, kinds: tuple[AttentionKind, ...], most_columns: int) -> Shape | None:
         """A shape that similar steps share; None: this step is not captured."""
@@ -188,7 +188,7 @@ class Mixture:
             max(requests, choosing) if rows.choices else 0, requests if len(singles) else 0, split_count(reach * BLOCK),
             tuple(most_tiles(kind, tokens, chunks) for kind in kinds),
             tuple(1 << (cut.tile_splits.bit_length() - 1) for cut in self.cuts),
-        ).choosing(rows.choices)  # fmt: skip
+        ).choosing(rows)  # fmt: skip
 
     def _draft_shape(self, kinds: tuple[AttentionKind, ...], tokens: int, requests: int, columns: int) -> Shape:
         """Depends on nothing but these numbers, so that few graphs serve drafts of all lengths."""
@@ -196,7 +196,7 @@ class Mixture:
             tokens, requests, columns, tokens, 0, 1, tuple(most_tiles(kind, tokens, requests) for kind in kinds),
             tuple(draft_splits(requests, kind.kv_heads, columns * BLOCK) if kind.queries else 1 for kind in kinds),
             queries=FEW_QUERIES if self.few else 0, drafts=True,
-        ).choosing(self.rows.choices)  # fmt: skip
+        ).choosing(self.rows)  # fmt: skip
 
     def fill(self, host: dict[str, np.ndarray], tables: np.ndarray, groups: Sequence[KVGroup]) -> None:
         rows, count, padding = self.rows, len(self.rows.works), len(host["contexts"]) - 1
@@ -237,11 +237,13 @@ def column_bucket(context: int, most: int) -> int:
     return min(most, max(COLUMNS, 1 << (-(-context // BLOCK) - 1).bit_length()))
 
 
-def chosen_within(choice: Choice) -> bool:
-    """Whether a captured step chooses the token itself: nothing but its logits, temperature and filters count."""
+def chosen_within(choice: Choice, reports: bool) -> bool:
+    """Whether a captured step chooses the token itself: nothing but its logits, temperature and filters count.
+    reports: log probabilities, where they are wanted."""
     params = choice.request.params
-    plain = params.logprobs is None and params.grammar is None and not has_tiny_temperature(params)
-    return plain and not needs_adjusting(choice)
+    if params.grammar is not None or (reports and params.logprobs is not None):
+        return False
+    return not has_tiny_temperature(params) and not needs_adjusting(choice)
 
 
 def is_filtered(choices: Sequence[Choice]) -> bool:

@@ -74,7 +74,7 @@ def prepare(
     if ahead:
         plan_row_counts(model, all_mixed_rows(settings.max_batch_tokens), PLANNING)
     if counts:
-        settings = counted(model, settings)
+        settings = counted(config, settings, model, draft)
     return (
         resized(config, settings, model, draft) if config.kv_blocks is None and config.kv_memory is None else settings
     )
@@ -87,7 +87,7 @@ def countable(model: Transformer) -> bool:
     return grouped and not cuda_ops(model).one_order and lead_of(model) is None and not INTERPRETED
 
 
-def counted(model: Transformer, settings: Resolved) -> Resolved:
+def counted(config: Config, settings: Resolved, model: Transformer, draft: Transformer | None) -> Resolved:
     """As many requests at once as measured steps and the memory allow."""
     ops = cuda_ops(model)
     tables = np.zeros((len(settings.layout.groups), MOST, COLUMNS), np.int32)
@@ -95,7 +95,8 @@ def counted(model: Transformer, settings: Resolved) -> Resolved:
     times = RowTimes.measure(runner.stream_seconds)
     del runner
     torch.cuda.empty_cache()  # what the captured steps held
-    count = request_count(times, model.weight_bytes(), settings.layout, settings.kv_blocks, settings.max_gap)
+    blocks = sized(config, settings, model, draft, torch.cuda.mem_get_info()[0]).kv_blocks
+    count = request_count(times, model.weight_bytes(), settings.layout, blocks, settings.max_gap)
     count = min(count, settings.max_requests)
     seconds = f"{times.one * 1e3:.1f}, {times.some * 1e3:.1f} and {times.many * 1e3:.1f} ms"
     rows = f"1, {MEASURED[0]} and {MEASURED[1]} rows took {seconds}"
@@ -105,13 +106,15 @@ def counted(model: Transformer, settings: Resolved) -> Resolved:
 
 def resized(config: Config, settings: Resolved, model: Transformer, draft: Transformer | None = None) -> Resolved:
     """The KV cache takes what the weights and the largest step leave."""
-    free = free_after_warm_up(model, settings)
-    known = replace(
-        config, max_model_len=settings.max_model_len, seed=settings.seed, max_requests=settings.max_requests
-    )
+    found = sized(config, settings, model, draft, free_after_warm_up(model, settings))
+    return replace(found, reasons={**settings.reasons, **found.reasons})
+
+
+def sized(config: Config, settings: Resolved, model: Transformer, draft: Transformer | None, free: int) -> Resolved:
+    """With a KV cache for so many free bytes."""
+    same = {"max_model_len": settings.max_model_len, "seed": settings.seed, "max_requests": settings.max_requests}
     hardware = Hardware("cuda", settings.threads * settings.parallel, free)
-    sized = resolve(known, model.arch, hardware, 0, draft.arch if draft else None)
-    return replace(sized, reasons={**settings.reasons, **sized.reasons})
+    return resolve(replace(config, **same), model.arch, hardware, 0, draft.arch if draft else None)
 
 
 def compile_kernels(model: Transformer, settings: Resolved, first: int = 0, *, ahead: bool) -> None:
@@ -343,7 +346,7 @@ def rows_for(model: Transformer, width: int, rows: int) -> torch.Tensor:
 
 def token_kernels(model: Transformer, ahead: bool) -> list[Task]:
     """The kernels from a token to the first row, and from logits to a token. ahead: also with filters, which take
-    longest, and what requests with more wishes need (run/cuda/choosing.py)."""
+    longest, and those of masks, penalties and log probabilities."""
     ops, arch = cuda_ops(model), model.arch
     numbers = torch.zeros(1, 2, dtype=torch.int32, device=ops.device)
     token, newest = numbers[0, :1], torch.zeros(1, dtype=torch.int32, device=ops.device)

@@ -30,7 +30,7 @@ class EditLists(NamedTuple):
 
 @triton.jit
 def mask_kernel(logits_ptr, rows_ptr, words_ptr, vocab, stride, width, CHUNK: tl.constexpr):
-    """Tokens whose bit is not set become impossible. What is not a number stays, so that it is found."""
+    """Tokens whose bit is not set become impossible. NaN and infinity stay, so that they are found."""
     index = tl.program_id(0)
     base = logits_ptr + tl.load(rows_ptr + index).to(tl.int64) * stride
     ids = tl.program_id(1) * CHUNK + tl.arange(0, CHUNK)
@@ -38,7 +38,7 @@ def mask_kernel(logits_ptr, rows_ptr, words_ptr, vocab, stride, width, CHUNK: tl
     word = tl.load(words_ptr + index.to(tl.int64) * width + ids // 32, mask=inside, other=0)
     x = tl.load(base + ids, mask=inside, other=0.0)
     forbidden = ((word >> (ids % 32)) & 1) == 0
-    tl.store(base + ids, tl.full((CHUNK,), float("-inf"), tl.float32), mask=inside & forbidden & (x == x))
+    tl.store(base + ids, tl.full((CHUNK,), float("-inf"), tl.float32), mask=inside & forbidden & (x < float("inf")))
 
 
 @triton.jit

@@ -107,7 +107,8 @@ def stretch_kernel(
         x = tl.div_rn(x, temperature)
         peak = tl.max(x)
         tl.store(peaks_ptr + row * parts + part, peak)
-        tl.store(sums_ptr + row * parts + part, tl.sum(tl.exp(x - peak)))
+        terms = tl.exp(x - tl.where(peak == float("-inf"), 0.0, peak))  # a mask may leave nothing of a part
+        tl.store(sums_ptr + row * parts + part, tl.sum(terms))
         COUNT: tl.constexpr = PART // STRETCH
         place = (row * parts + part) * COUNT + tl.arange(0, COUNT)
         tl.store(maxima_ptr + place, tl.max(tl.reshape(x, (COUNT, STRETCH)), axis=1))
