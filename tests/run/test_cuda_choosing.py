@@ -234,3 +234,13 @@ def test_equal_logits_are_equally_likely_at_a_temperature_next_to_zero() -> None
     choosing, newest = Choosing(DEVICE, None, None, waits), torch.zeros(40, dtype=torch.int32, device=DEVICE)
     chosen = on_device(choosing, logits.to(DEVICE), [next_choice(request) for request in requests], newest)
     assert set(chosen.tokens.tolist()) == {4, 9}
+
+
+def test_more_scores_than_tokens_are_all_of_them() -> None:
+    logits = torch.randn(1, 60, generator=torch.Generator().manual_seed(8))
+    one = torch.zeros(1, dtype=torch.int32, device=DEVICE)
+    scores = Scores([0], to_host(best_scores(logits.to(DEVICE), one, one + 5, 128)))
+    if ON_CARD:
+        torch.cuda.synchronize()
+    found, host = scores.of(0, 5, 128), logprobs(logits[0].numpy(), 5, 128)
+    assert [token for token, _ in found.top] == [token for token, _ in host.top] and len(found.top) == 60
