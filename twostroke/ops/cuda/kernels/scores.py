@@ -71,7 +71,7 @@ def row_scores_kernel(
 
 def best_scores(logits: Tensor, rows: Tensor, tokens: Tensor, best: int) -> Tensor:
     """For each of `rows` (n,) of the logits (S, V), in float64: the logarithm of the sum of all exponentials, the logit
-    of its token, the `best` highest logits (or all), and their ids. tokens (n,). NaN where the logits are not numbers."""
+    of its token, the `best` highest logits (or all), and their ids. tokens (n,). NaN where logits are not numbers."""
     count, vocab = len(rows), logits.shape[1]
     best = min(best, vocab)
     chunks = triton.cdiv(vocab, CHUNK)
