@@ -133,7 +133,7 @@ def collected(bench: Bench) -> dict[str, object]:
     versions = {"torch": torch.__version__, "triton": triton.__version__}
     return {
         "date": time.strftime("%Y-%m-%d"), "device": torch.cuda.get_device_name(), "versions": versions,
-        "command": " ".join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]]),
+        "command": " ".join(["python", "-m", "benchmarks.gpu", *(Path(word).name for word in sys.argv[1:])]),
         "seconds": round(time.perf_counter() - PROCESS_START, 1),
         "ceilings": {k: round(v, 2) for k, v in bench.ceilings.items()}, "rows": bench.rows,
     }  # fmt: skip
